@@ -6,7 +6,6 @@ Tests of: models.mtp_layer, models.drafted_passes, drafting.mtp, drafting.eagle3
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from shoal.models.loading import wrap
 from shoal.models.mtp_layer import MtpHeads
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing import tiny_tokenizer
 from shoal.testing.enumeration import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
@@ -351,23 +349,3 @@ def test_the_checkpoint_decides(tmp_path: Path) -> None:
         draft.require_fit(loaded(none))
     with pytest.raises(UnsupportedModel, match="has 2 multi-token-prediction layers, which draft chains: leave out tree="):
         MtpDrafter.for_target(loaded(two), tree="rsd-s")
-
-
-KEYS, BLOCK = "it drafts from the keys and values", "it drafts a block of tokens in one pass"
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("gemma4_assistant", KEYS), ("gemma4_unified_assistant", KEYS), ("muse_glimmer_assistant", BLOCK)]
-)
-def test_assistants_are_refused_by_name(kind: str, reason: str, saved_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config: dict[str, Any] = {"model_type": kind}
-    if kind.startswith("gemma4"):
-        config["text_config"] = {
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 0,
-            "num_kv_shared_layers": 30,
-        }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=rf"\({kind}\) is not supported: {reason}"):
-        shoal.load(saved_pair[0], str(tmp_path), dtype="float32")

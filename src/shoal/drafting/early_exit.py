@@ -144,7 +144,7 @@ class _AtExit(ModelDrafter):
 
     def __init__(self, runner: Runner, vocab_size: int) -> None:
         super().__init__(runner, vocab_size)
-        self._slots = _TargetSlots(runner)
+        self._slots = TargetSlots(runner)
 
     def clean(self, rows: Sequence[Row]) -> None:
         """Zeroes the cells of drafts alone; cells that the target wrote are not the drafter's."""
@@ -152,7 +152,7 @@ class _AtExit(ModelDrafter):
             self.runner.cache.zero_tail(row.slot, len(row.tokens) - 1)
 
 
-class _TargetSlots(DraftSlots):
+class TargetSlots(DraftSlots):
     """The slots that the engine has given to its rows, in which all tokens are present."""
 
     computes_prompts = False

@@ -103,3 +103,43 @@ class PromptStates:
             if self._left[key] == row.request.n:
                 self._of.pop(key, None)
                 del self._left[key]
+
+
+class LastStates:
+    """The hidden state from which each row's last token was drawn, its prompt's at first."""
+
+    def __init__(self) -> None:
+        self._prompts = PromptStates(most=1)
+        self._last: dict[Row, Tensor] = {}
+        """The states [width] of the rows that had a round."""
+
+    def read(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
+        """Reads the arguments of `Drafter.read_prompts`."""
+        self._prompts.read(chunks, hidden)
+
+    def of(self, row: Row) -> Tensor | None:
+        """Returns the state of a row, [width]; None if there is none."""
+        if row in self._last:
+            return self._last[row]
+        prompt = self._prompts.of(row)
+        return None if prompt is None else prompt[-1]
+
+    def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
+        """Reads the arguments of `Drafter.observe`."""
+        self._last.update(zip(rows, last_kept(scores, verdict), strict=True))
+
+    def copy(self, copies: Iterable[tuple[Row, Row]]) -> None:
+        """Copies states for pairs of a row and its parent."""
+        self._last |= {row: self._last[parent] for row, parent in copies}
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Forgets rows that have left."""
+        self._prompts.leave(rows)
+        for row in rows:
+            self._last.pop(row, None)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are kept now."""
+        own = sum(state.numel() * state.element_size() for state in self._last.values())
+        return self._prompts.bytes + own

@@ -31,7 +31,7 @@ from shoal.drafting.checkpoints import (
     whole_number,
 )
 from shoal.drafting.distillation import Learner, Passes, chance_of_most_probable
-from shoal.drafting.hidden import PromptStates, last_kept
+from shoal.drafting.hidden import LastStates
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
 from shoal.drafting.text import CHOICES, NOTHING, independent, most_probable, tree_of
 from shoal.models.runner import Runner
@@ -179,11 +179,8 @@ class MedusaDrafter(Drafter):
         self.max_nodes, self.hidden_layers = nodes, (layers,)
         self._heads = heads
         self.weights = heads if isinstance(heads, nn.Module) else None
-        self._prompts = PromptStates(most=1)
+        self._states = LastStates()
         self.keeps = keeps or Keeps()
-        self._last: dict[Row, Tensor] = {}
-        """The hidden state from which the last token was drawn, [width], of rows that had a round.
-        """
         self._passes, self._seconds = 0, 0.0
 
     @classmethod
@@ -195,12 +192,12 @@ class MedusaDrafter(Drafter):
         return cls(heads, layers, nodes if target.takes_trees else 0, keeps)
 
     def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
-        self._prompts.read(chunks, hidden)
+        self._states.read(chunks, hidden)
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         started = time.perf_counter()
         found = [
-            self._state(row) if length else None
+            self._states.of(row) if length else None
             for row, length in zip(inputs.rows, inputs.lengths, strict=True)
         ]
         states = [state for state in found if state is not None]
@@ -213,12 +210,6 @@ class MedusaDrafter(Drafter):
         self._seconds += time.perf_counter() - started
         return tree_of(guesses, inputs)
 
-    def _state(self, row: Row) -> Tensor | None:
-        if row in self._last:
-            return self._last[row]
-        prompt = self._prompts.of(row)
-        return None if prompt is None else prompt[-1]
-
     def _following(self, states: Tensor) -> list[list[list[tuple[int, float]]]]:
         """Returns the most probable tokens and their probabilities, for each row and head.
 
@@ -228,15 +219,13 @@ class MedusaDrafter(Drafter):
         return most_probable(self._heads(states).transpose(0, 1), CHOICES if self.max_nodes else 1)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        self._last.update(zip(rows, last_kept(scores, verdict), strict=True))
+        self._states.observe(rows, scores, verdict)
 
     def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
-        self._last |= {row: self._last[parent] for row, parent in copies}
+        self._states.copy(copies)
 
     def end(self, rows: Sequence[Row]) -> None:
-        self._prompts.leave(rows)
-        for row in rows:
-            self._last.pop(row, None)
+        self._states.leave(rows)
 
     def learner(self) -> Learner | None:
         heads = self._heads
@@ -244,9 +233,7 @@ class MedusaDrafter(Drafter):
 
     @property
     def kept_bytes(self) -> int:
-        return self._prompts.bytes + sum(
-            state.numel() * state.element_size() for state in self._last.values()
-        )
+        return self._states.bytes
 
     def take_counters(self) -> DraftCounters:
         taken = DraftCounters(self._passes, self._seconds)

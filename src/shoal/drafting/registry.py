@@ -176,6 +176,10 @@ def _is_medusa(directory: Path) -> bool:
     return _holds("medusa_lm_head.*", directory) or bool(_entry(directory, "medusa_num_heads"))
 
 
+def _is_assistant(directory: Path) -> bool:
+    return _entry(directory, "model_type") in ASSISTANTS
+
+
 def _is_eagle3(directory: Path) -> bool:
     """Returns True for EAGLE-3 heads, and for all heads in the form of the package speculators."""
     named = "eagle3" in _entry(directory, "architectures").lower()
@@ -189,6 +193,8 @@ _TABLE: dict[str, Option] = {
     "k": Number(8, 1, MOST_NODES),
     "nodes": Number(8, 0, MOST_NODES),
 }
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""The model types of the assistants that draft from their target's keys and values."""
 SELF_EXAMPLE = "self:exit=6, self:int4 or self:window=256,sinks=4"
 MODEL = DrafterKind(
     "model",
@@ -251,6 +257,13 @@ OWN = (
         in_sums=True,
         directory="`shoal train eagle3` makes such a directory",
         recognise=_is_eagle3,
+    ),
+    DrafterKind(
+        "assistant",
+        "shoal.drafting.assistant:AssistantDrafter",
+        in_sums=True,
+        directory="it is the `*-assistant` checkpoint that is published beside a Gemma 4 model",
+        recognise=_is_assistant,
     ),
     DrafterKind(
         "mtp",

@@ -187,8 +187,8 @@ def _own_target_reason(config: Any) -> str | None:
         )
     if assistant:
         return (
-            "it drafts from the keys and values that its own target shares with it, which shoal's "
-            "passes do not hand out"
+            "it drafts from the keys and values of its own target, and is no model by itself: "
+            "download it and give its directory as the drafter, assistant:DIR"
         )
     return None
 

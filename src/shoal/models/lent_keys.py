@@ -1,0 +1,211 @@
+"""An assistant of Gemma 4 drafts from keys and values that its target lends it.
+
+Transformers' classes are used unmodified (`Gemma4AssistantForCausalLM`); its `generate` drafts with
+them for one row. An assistant has no keys of its own. Each of its layers attends to those of the
+target's last layer of the same kind that has any, for all tokens that were committed before the
+row's last one. The last one has no keys yet, and drafted tokens never get any: all tokens of a
+draft stand at the position of the last one. Beside the embedding of the token before, which is the
+target's, a pass reads a state: the target's last hidden state first, its own result afterwards.
+
+Where a draft follows rejected ones, Transformers also shows the assistant the keys of the first
+rejected token (5.24), and in layers with a sliding window those of all rejected ones. Here they are
+never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, cache_utils
+
+from shoal.errors import ModelError, PairMismatch, UnsupportedModel
+from shoal.models.bridge import NAME
+from shoal.models.cache import SlotCache
+from shoal.models.pretrained import from_pretrained
+
+LENT_NAME = "shoal-lent"
+"""The attention implementation of assistants."""
+_Lent: Any = getattr(cache_utils, "KVSharingDict", dict)
+"""Transformers' mapping of lent keys, since 5.24."""
+
+
+class LentKeys(_Lent):  # type: ignore[misc]
+    """The keys and values of a target's cache, [rows, heads, kv, dim] each, by the kind of layer.
+
+    They are read when a layer asks for them: so its attention finds the shared store of the same
+    layer.
+
+    Args:
+        cache: the target's cache, in a pass.
+        layers: the number of the layer in the cache, by the kind of layer.
+    """
+
+    def __init__(self, cache: SlotCache, layers: Mapping[str, int]) -> None:
+        super().__init__()
+        self._cache, self._layers = cache, layers
+
+    def __getitem__(self, kind: str) -> tuple[Tensor, Tensor]:
+        return self._cache.rows(self._layers[kind])
+
+
+class AssistantModel(nn.Module):
+    """A model of an assistant and its target's cache, with the methods that `Runner` uses.
+
+    Args:
+        assistant: Transformers' model.
+        embedding: the target's embedding.
+        layers: see `LentKeys`.
+
+    Attributes:
+        states: the state that each row's next pass reads, [rows, 1, width]: set before the first
+            pass of a draft.
+    """
+
+    def __init__(self, assistant: Any, embedding: nn.Module, layers: Mapping[str, int]) -> None:
+        super().__init__()
+        self.assistant, self._layers = assistant, layers
+        self._embedding = [embedding]  # in a list: it must not become a submodule
+        self.config = SimpleNamespace(
+            _attn_implementation="eager", eos_token_id=None, model_type="assistant"
+        )
+        self.states = torch.empty(0)
+        self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self.assistant.device
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.assistant.dtype
+        return found
+
+    def get_output_embeddings(self) -> nn.Module:
+        found: nn.Module = self.assistant.lm_head
+        return found
+
+    def forward(
+        self, tokens: Tensor, past_key_values: SlotCache, use_cache: bool, position_ids: Tensor
+    ) -> Any:
+        """Computes the logits [rows, 1, vocabulary] of a pass.
+
+        Args:
+            tokens: [rows, 1].
+            position_ids: the positions of the last tokens that have keys, [rows, 1].
+
+        Returns:
+            An object with the attribute `logits`.
+        """
+        read = torch.cat([self._embedding[0](tokens), self.states], dim=-1)
+        inner = self.assistant.model
+        computed = inner(
+            inputs_embeds=self.assistant.pre_projection(read),
+            attention_mask=dict.fromkeys(self._layers),
+            position_ids=position_ids + 1,
+            shared_kv_states=LentKeys(past_key_values, self._layers),
+            use_cache=False,
+        ).last_hidden_state
+        self.states = self.assistant.post_projection(computed)
+        return SimpleNamespace(logits=self._said(computed))
+
+    def _said(self, computed: Tensor) -> Tensor:
+        """Computes logits; those of tokens in no chosen cluster are one less than the row's least.
+
+        Transformers takes the least of all rows, by which a row's q would depend on its neighbours.
+        """
+        clusters, head = self.assistant.masked_embedding, self.assistant.lm_head
+        if clusters is None:
+            return head(computed)  # type: ignore[no-any-return]
+        return torch.cat([clusters(row[None], head.weight) for row in computed])
+
+
+def load_assistant(directory: Path, hf: Any, name: str) -> Any:
+    """Loads the assistant in a directory, in its target's number format.
+
+    Args:
+        directory: the directory.
+        hf: the target.
+        name: the target's name, for errors.
+
+    Raises:
+        RequestError: it cannot be loaded.
+        ModelError: tensors are missing.
+        PairMismatch: it belongs to another target.
+        UnsupportedModel: the target lends no keys, or Transformers is too old.
+    """
+    lent_layers(hf, name)
+    made, found = from_pretrained(
+        directory, transformers.AutoModelForCausalLM, output_loading_info=True, dtype=hf.dtype
+    )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{directory}: the checkpoint lacks {len(missing)} of its tensors, for example "
+            f"{missing[0]}; download it again"
+        )
+    _require_fit(directory, made.config, hf.config.get_text_config(decoder=True), name)
+    made.model.config._attn_implementation = LENT_NAME
+    return made.to(hf.device).eval().requires_grad_(False)
+
+
+def lent_layers(hf: Any, name: str) -> dict[str, int]:
+    """Returns the number of the target's layer that lends its keys, by the kind of layer.
+
+    Raises:
+        UnsupportedModel: the target lends none, or Transformers is too old.
+    """
+    text = hf.config.get_text_config(decoder=True)
+    modes = getattr(text, "kv_sharing_modes", None)
+    if not modes or "store" not in modes or _Lent is dict:
+        raise UnsupportedModel(
+            f"{name} ({text.model_type}) lends no keys and values: such assistants draft for "
+            f"Gemma 4, with Transformers 5.24 or newer"
+        )
+    return {kind: i for i, kind in enumerate(text.layer_types) if modes[i] == "store"}
+
+
+def _require_fit(directory: Path, config: Any, target: Any, name: str) -> None:
+    """Raises PairMismatch if an assistant is that of another target.
+
+    Args:
+        directory: its directory.
+        config: its config.
+        target: the config of the target's text half.
+        name: the target's name.
+    """
+    own = config.get_text_config()
+    of = {kind: i for i, kind in enumerate(target.layer_types)}
+    wanted = {"hidden states": target.hidden_size, "a vocabulary": target.vocab_size}
+    found = {"hidden states": config.backbone_hidden_size, "a vocabulary": own.vocab_size}
+    for i, kind in enumerate(own.layer_types):
+        for entry in ("head_dim", "num_key_value_heads"):
+            what = f"{entry} of {kind}"
+            found[what] = getattr(own.per_layer_config[i], entry)
+            wanted[what] = (
+                getattr(target.per_layer_config[of[kind]], entry) if kind in of else "none"
+            )
+    for what, one in found.items():
+        if one != wanted[what]:
+            raise PairMismatch(
+                f"{directory} cannot draft for {name}: {what} of {one} v {wanted[what]}: the "
+                f"assistant of another target"
+            )
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> Any:
+    """Computes the attention of a layer, whose window Transformers counts from the last key."""
+    window = options.get("sliding_window")
+    options["sliding_window"] = None if window is None else window + 1
+    return AttentionInterface()[NAME](module, query, key, value, mask, **options)
+
+
+AttentionInterface.register(LENT_NAME, _attend)

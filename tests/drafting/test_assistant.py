@@ -1,0 +1,287 @@
+"""Assistants of Gemma 4: drafts by Transformers' definition in ragged batches, exact by their q; refused where they do not fit.
+
+Tests of: models.lent_keys, drafting.assistant, drafting.hidden, drafting.registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import shoal
+from laws import ALPHA, joint
+from proposals import Proposal, recorded
+from shoal.config import Limits, Sampling
+from shoal.drafting import hidden
+from shoal.drafting.assistant import AssistantDrafter
+from shoal.drafting.protocol import DraftInputs
+from shoal.engine.engine import Engine
+from shoal.errors import ModelError, PairMismatch, UnsupportedModel
+from shoal.lookahead.controller import Fixed
+from shoal.models import lent_keys
+from shoal.models.lent_keys import LentKeys
+from shoal.models.loading import wrap
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing import save_pair
+from shoal.testing.enumeration import chi_square
+from shoal.types.requests import Request, Row
+from shoal.types.trees import DraftTree
+
+if not hasattr(transformers, "Gemma4AssistantForCausalLM") or not hasattr(transformers.cache_utils, "KVSharingDict"):
+    pytest.skip("an older Transformers does not know them", allow_module_level=True)
+
+from assistants import assistant, by_definition, save_assisted
+
+PROMPTS = [[(7 * i * i + number) % 250 for i in range(length)] for number, length in enumerate((1, 5, 19))]
+
+
+class Pair(NamedTuple):
+    """A target, the directory of its assistant, and the assistant as Transformers loads it."""
+
+    target: Runner
+    place: str
+    stock: Any
+
+    def drafter(self) -> AssistantDrafter:
+        return AssistantDrafter.for_target(self.target, directory=self.place)
+
+
+def loaded(directory: Path, vocab: int = 260, **options: Any) -> Pair:
+    target, place = save_assisted(directory, vocab, **options)
+    runner = wrap(AutoModelForCausalLM.from_pretrained(target).eval(), "tiny")
+    return Pair(runner, str(place), AutoModelForCausalLM.from_pretrained(place).eval())
+
+
+KINDS = {"shared": {}, "dense": {"shared": 0}, "ordered": {"ordered": True}}
+"""Targets some of whose layers read the keys of others; none, so that rows share stored prompts; an assistant of clusters."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return loaded(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
+
+
+def decoded(
+    target: Runner, drafter: Any, rule: Rule, temperature: float, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> tuple[Engine, list[Row]]:
+    """Groups that join one after the other and fill a batch of four rows, a row of which is cancelled; the others."""
+    engine = Engine(target, drafter, Fixed(3 if drafter else 0), max_batch=4, rule=rule, chunk=4)
+    rows: list[Row] = []
+    for number, prompt in enumerate(prompts):
+        limits = Limits(max_new_tokens=9 + number)
+        rows += engine.submit(Request(tuple(prompt), 3, Sampling(temperature=temperature, seed=number), limits))
+        engine.step()
+    engine.cancel(rows[2:3])
+    while engine.step():
+        pass
+    return engine, rows[:2] + rows[3:]
+
+
+def largest_difference(pair: Pair, proposals: Sequence[Proposal]) -> float:
+    """Between the q that were proposed and those of the definition, at T = 2."""
+    worst = 0.0
+    for tokens, draft, q in proposals:
+        right = [(logits / 2.0).softmax(-1) for logits in by_definition(pair.target.hf, pair.stock, tokens, draft)]
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(q, right, strict=True)))
+    return worst
+
+
+# ── what is drafted ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+REAL_KEYS, REAL_ATTEND, REAL_FORWARD = LentKeys.__getitem__, lent_keys._attend, lent_keys.AssistantModel.forward
+
+
+def of_the_next_row(keys: LentKeys, kind: str) -> tuple[Tensor, Tensor]:
+    own, values = REAL_KEYS(keys, kind)
+    return own.roll(1, dims=0), values
+
+
+def of_the_other_kind(keys: LentKeys, kind: str) -> tuple[Tensor, Tensor]:
+    return REAL_KEYS(keys, kind)[0].flip(2), REAL_KEYS(keys, kind)[1]
+
+
+def of_the_last_column(scores: Any, verdict: Any) -> Tensor:
+    return hidden._hidden(scores)[:, -1]
+
+
+def one_position_less(model: Any, tokens: Tensor, past_key_values: Any, use_cache: bool, position_ids: Tensor) -> Any:
+    return REAL_FORWARD(model, tokens, past_key_values, use_cache, position_ids - 1)
+
+
+def always_the_first_state(model: Any, tokens: Tensor, past_key_values: Any, use_cache: bool, position_ids: Tensor) -> Any:
+    before = model.states
+    found = REAL_FORWARD(model, tokens, past_key_values, use_cache, position_ids)
+    model.states = before
+    return found
+
+
+SABOTAGES: list[tuple[Any, str, Any]] = [
+    (LentKeys, "__getitem__", of_the_next_row),
+    (LentKeys, "__getitem__", of_the_other_kind),
+    (hidden, "last_kept", of_the_last_column),
+    (lent_keys.AssistantModel, "forward", one_position_less),
+    (lent_keys.AssistantModel, "forward", always_the_first_state),
+]
+
+
+@torch.inference_mode()
+def test_drafts_are_those_of_the_definition(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ragged batches with joins, cancellations and moves, beyond the window, after accepted and rejected drafts."""
+    drafter = pair.drafter()
+    proposals = recorded(drafter)
+    engine, _ = decoded(pair.target, drafter, Rejection(), 2.0)
+    stats = engine.stats
+    assert len(proposals) > 25
+    assert 0 < stats.accepted < stats.drafted
+    assert stats.draft_passes <= 3 * stats.rounds
+    assert max(len(draft) for _, draft, _ in proposals) == 3
+    assert max(len(tokens) for tokens, _, _ in proposals) > 25
+    assert largest_difference(pair, proposals) < 1e-4
+    assert not drafter._states._last
+    assert not drafter._states._prompts._of
+    for owner, name, wrong in SABOTAGES:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, wrong)
+            other = pair.drafter()
+            proposals = recorded(other)
+            decoded(pair.target, other, Rejection(), 2.0)
+            assert largest_difference(pair, proposals) > 1e-3, wrong
+
+
+@torch.inference_mode()
+def test_a_first_draft_is_that_of_transformers(pair: Pair) -> None:
+    """Greedy, by the generator of candidates that `generate(assistant_model=)` asks."""
+    from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+    hf, prompt = pair.target.hf, PROMPTS[2]
+    pair.stock.generation_config.num_assistant_tokens = 3
+    generation = transformers.GenerationConfig(max_length=100)
+    stock = SinglePositionMultiTokenCandidateGenerator(pair.stock, hf.get_input_embeddings(), generation)
+    known = hf(torch.tensor([prompt[:-1]]), use_cache=True, output_hidden_states=True, return_shared_kv_states=True)
+    candidates, _ = stock.get_candidates(torch.tensor([prompt]), {}, known, is_first_iteration=False, n_last_matches=0)
+
+    drafter, found = pair.drafter(), []
+    real = drafter.propose
+
+    def propose(inputs: DraftInputs) -> DraftTree:
+        tree = real(inputs)
+        found.extend(list(draft) for row, draft in zip(inputs.rows, tree.drafts, strict=True) if row.tokens == prompt)
+        return tree
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    engine = Engine(pair.target, drafter, Fixed(3), max_batch=2, rule=Coupled())
+    engine.submit(Request(tuple(prompt), 1, Sampling(temperature=0.0), Limits(max_new_tokens=12)))
+    while engine.step():
+        pass
+    assert found == [candidates[0, len(prompt) :].tolist()]
+
+
+@torch.inference_mode()
+def test_a_row_says_the_same_whatever_is_beside_it(tmp_path: Path) -> None:
+    """Tokens in no chosen cluster are as likely as the row's own least one allows, not the least one of all rows."""
+    pair = loaded(tmp_path, ordered=True)
+    drafter = pair.drafter()
+    engine = Engine(pair.target, drafter, Fixed(1), max_batch=4, rule=Rejection())
+    proposals = recorded(drafter)
+    for prompt in PROMPTS[1:]:
+        engine.submit(Request(tuple(prompt), 1, Sampling(temperature=2.0, seed=1), Limits(max_new_tokens=6)))
+    while engine.step():
+        pass
+    assert max(len(q[0].unique()) for _, _, q in proposals) <= 31  # three clusters of ten, and all others alike
+    assert largest_difference(pair, proposals) < 1e-4
+
+
+# ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tokens_are_those_of_plain_decoding(pair: Pair) -> None:
+    """Greedy by both rules, those of Transformers' `generate`; under the coupled rule at T > 0 as well."""
+    for rule, temperature in ((Rejection(), 0.0), (Coupled(), 0.0), (Coupled(), 2.0)):
+        plain, expected = decoded(pair.target, None, rule, temperature)
+        engine, found = decoded(pair.target, pair.drafter(), rule, temperature)
+        assert [row.tokens for row in found] == [row.tokens for row in expected]
+        stats = engine.stats
+        assert stats.committed == stats.row_rounds + stats.accepted
+        assert plain.stats.row_rounds == plain.stats.committed
+        assert stats.drafted > stats.row_rounds
+        assert 0 < stats.draft_passes <= 3 * stats.rounds
+        for row in [] if temperature else found:
+            ids = torch.tensor([row.request.prompt_ids])
+            said = pair.target.hf.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=row.new_tokens, do_sample=False
+            )
+            assert row.tokens == said[0].tolist()
+
+
+@pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
+@pytest.mark.parametrize("shared", [2, 0])
+def test_two_tokens_have_their_law(shared: int, rule: Rule, tmp_path: Path) -> None:
+    """By enumeration; it would fail with probability 1e-6 if its seeds were drawn anew."""
+    pair = loaded(tmp_path, 5, shared=shared)
+    target = pair.target
+    target.shares = False  # right behind a stored prompt nothing is drafted
+    prompt = (1, 4, 2)
+    with torch.inference_mode():
+        every = target.hf(torch.tensor([[*prompt, first] for first in range(5)]), use_cache=False).logits / 2.0
+    law = every[:, 2].softmax(-1).diagonal()[:, None] * every[:, 3].softmax(-1)
+    engine = Engine(target, pair.drafter(), Fixed(2), max_batch=120, rule=rule)
+    rows = engine.submit(Request(prompt, 1200, Sampling(temperature=2.0, seed=3), Limits(max_new_tokens=2)))
+    while engine.step():
+        pass
+    assert chi_square(joint(rows, 5), law) > ALPHA
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+
+
+# ── the way in ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_way_in(tmp_path: Path) -> None:
+    target, place = save_assisted(tmp_path)
+    for spec, name in ((f"assistant:{place}", "assistant"), (str(place), "assistant"), (f"suffix+{place}", "suffix")):
+        with shoal.load(target, spec, dtype="float32") as made:
+            assert str(made.drafter_name).startswith(name)
+            found = made.generate(PROMPTS, 2, max_new_tokens=6, lookahead=2, temperature=0.0, eos=())
+            assert found.stats.draft_passes > 0
+            assert found.stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"vocab": 250}, "a vocabulary of 250 v 260"),
+        ({"width": 48}, "hidden states of 48 v 32"),
+        ({"head_dim": 16}, "head_dim of sliding_attention of 16 v 8"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads of sliding_attention of 1 v 2"),
+    ],
+    ids=lambda given: "" if isinstance(given, str) else next(iter(given)),
+)
+def test_an_assistant_of_another_target_is_refused(options: dict[str, int], reason: str, tmp_path: Path) -> None:
+    target, place = save_assisted(tmp_path)
+    assistant(**options).save_pretrained(place)
+    with pytest.raises(PairMismatch, match=f"cannot draft for .*: {reason}: the assistant of another target"):
+        shoal.load(target, str(place), dtype="float32")
+
+
+def test_what_it_cannot_draft_for_or_be_is_refused(tmp_path: Path) -> None:
+    target, place = save_assisted(tmp_path)
+    llama, _ = save_pair(tmp_path / "llama")
+    with pytest.raises(UnsupportedModel, match=r"\(llama\) lends no keys and values: such assistants draft for Gemma 4"):
+        shoal.load(llama, str(place), dtype="float32")
+    with pytest.raises(
+        UnsupportedModel, match=r"\(gemma4_assistant\) is not supported: it drafts from the keys and values of its own"
+    ):
+        shoal.load(place, dtype="float32")
+    tensors = load_file(place / "model.safetensors")
+    del tensors["post_projection.weight"]
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks 1 of its tensors, for example post_projection\.weight"):
+        shoal.load(target, str(place), dtype="float32")

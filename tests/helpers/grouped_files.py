@@ -1,4 +1,4 @@
-"""Checkpoints in groups of whole numbers, written as GPTQ and compressed-tensors do, with the model that their weights mean."""
+"""Checkpoints in groups of whole numbers, as GPTQ, AWQ and compressed-tensors write them, with the model that is meant."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ class Layout:
             return {
                 "quant_method": "gptq", "bits": self.bits, "group_size": self.size or -1, "desc_act": False, "sym": self.symmetric,
                 "checkpoint_format": self.form,
+            }  # fmt: skip
+        if self.method == "awq":
+            return {
+                "quant_method": "awq", "bits": self.bits, "group_size": self.size or -1, "zero_point": True, "version": self.form,
             }  # fmt: skip
         weights = {
             "num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "strategy": "group" if self.size else "channel",
@@ -82,6 +86,20 @@ def gptq_parts(layout: Layout, numbers: Tensor, zeros: Tensor, scales: Tensor) -
     }
 
 
+def awq_parts(_layout: Layout, numbers: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """By the published description: `pack_intweight` of the kernel GEMM takes outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight."""
+
+    def words(by_output: Tensor) -> Tensor:  # [out, rows] to [rows, out / 8]
+        made = torch.zeros(by_output.shape[1], len(by_output) // 8, dtype=torch.long)
+        for output, row in enumerate(by_output.long()):
+            word, place = divmod(output, 8)
+            bit = 4 * (place // 2 if place % 2 == 0 else 4 + place // 2)
+            made[:, word] |= row << bit
+        return made.to(torch.int32)
+
+    return {"qweight": words(numbers), "qzeros": words(zeros), "scales": scales.t().contiguous()}
+
+
 def compressed_parts(layout: Layout, numbers: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
     middle, parts = 1 << layout.bits - 1, {"weight_scale": scales}
     if layout.form == "pack-quantized":
@@ -104,7 +122,7 @@ def write_grouped(
     Args:
         takes: True for the names of the linear layers that are quantised.
     """
-    write = gptq_parts if layout.method == "gptq" else compressed_parts
+    write = {"gptq": gptq_parts, "awq": awq_parts}.get(layout.method, compressed_parts)
     stored: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and takes(name):

@@ -112,7 +112,7 @@ def test_any_of_several_eos_ids_ends_an_answer(tmp_path: Path) -> None:
 
 
 QUANTISED: dict[str, dict[str, Any]] = {
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemv"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "torchao": {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
 }

@@ -1,4 +1,4 @@
-"""GPTQ and compressed-tensors checkpoints in 8 and 4 bits on the kernels in C: weights without loss, ids and perplexity of the
+"""GPTQ, AWQ and compressed-tensors checkpoints in 8 and 4 bits on the kernels in C: weights without loss, ids and perplexity of the
 unpacked model, and what is refused.
 
 Tests of: models.grouped_checkpoints, models.pretrained, models.loading.
@@ -22,7 +22,7 @@ from grouped_files import Layout, write_grouped
 from native_kernels import needs_compiler
 from shoal.errors import UnsupportedModel
 from shoal.integrations.loglikelihoods import token_logprobs
-from shoal.models import formats
+from shoal.models import formats, grouped_checkpoints
 from shoal.models.weights.groups import GroupLinear
 from shoal.testing import tiny_model
 from shoal.testing.tiny import fill
@@ -44,6 +44,8 @@ LAYOUTS = (
     Layout("gptq", symmetric=False, form="gptq"),
     Layout("gptq", size=0, symmetric=False, form="gptq_v2"),
     Layout("gptq", 4, size=16, form="gptq"),
+    Layout("awq", 4, symmetric=False, form="gemm"),
+    Layout("awq", 4, size=0, symmetric=False, form="GEMM"),
 )
 IN_ALL = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 
@@ -93,6 +95,11 @@ def test_weights_ids_and_perplexity_are_those_of_the_unpacked_model(layout: Layo
                 assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 3
         (ours,) = token_logprobs(model.target, [(text[:1], text[1:])])
         assert sum(ours) / 59 == pytest.approx(float(right), abs=2e-4)
+
+
+def test_a_word_of_awq_holds_outputs_in_its_own_order() -> None:
+    word = torch.tensor([[0x75316420]], dtype=torch.int32)
+    assert grouped_checkpoints._in_order(grouped_checkpoints._numbers(word, 4)).tolist() == [list(range(8))]
 
 
 def test_layers_in_groups_and_a_head_in_floats_make_one_call_of_the_decoder(
@@ -178,6 +185,8 @@ def written(place: Path, layout: Layout, **fields: Any) -> Path:
         (0, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
         (6, {"bits": 3}, "3 bits"),
         (6, {"checkpoint_format": "marlin"}, "marlin is another order"),
+        (10, {"version": "gemv"}, "its version gemv is another order"),
+        (10, {"bits": 8}, "8 bits, and AWQ's order is that of 4"),
     ],
 )
 def test_other_forms_are_refused_by_name_with_advice(
@@ -212,6 +221,12 @@ Q = "model.layers.1.self_attn.q_proj"
         (7, lambda t: t[f"{Q}.g_idx"].copy_(t[f"{Q}.g_idx"].flip(0).clone()), f"of its {Q} .*act-order"),
         (6, lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:, :8].clone()}), f"of its {Q} the weights are .* scales"),
         (6, lambda t: t.pop(f"{Q}.qzeros"), f"of its {Q} the tensors are not all there"),
+        (10, lambda t: t.pop(f"{Q}.qzeros"), f"of its {Q} the tensors are not all there"),
+        (
+            10,
+            lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:, :4].clone()}),
+            f"of its {Q} the weights are .* scales",
+        ),
         (0, lambda t: t.update({f"{Q}.weight_packed": t[f"{Q}.weight_packed"][:, :9].clone()}), "no whole number"),
         (0, lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:1, :1].flatten()}), "by group or by channel"),
         (0, lambda t: t.update({"model.norm.weight_scale": torch.ones(1)}), "linear layers only, and its model.norm"),

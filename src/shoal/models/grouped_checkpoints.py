@@ -1,4 +1,4 @@
-"""The checkpoints of GPTQ and compressed-tensors, whose weights are whole numbers in groups.
+"""The checkpoints of GPTQ, AWQ and compressed-tensors, whose weights are whole numbers in groups.
 
 A weight is (number - zero point) * scale, with a scale and a zero point for each output and each
 group of inputs, or for each output. That is what the product kernels in C compute
@@ -8,7 +8,8 @@ layers stand in for its own while it does.
 
 GPTQ: Frantar et al. 2022, arXiv 2210.17323. In its first format a stored zero point is one less
 than the zero point. compressed-tensors packs unsigned numbers as GPTQ does, along the inputs, and
-zero points along the outputs; or stores signed bytes, which are 128 less.
+zero points along the outputs; or stores signed bytes, which are 128 less. AWQ (Lin et al. 2023,
+arXiv 2306.00978) packs eight numbers of 4 bits along the outputs, in the order `AWQ_OUTPUTS`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ LEAST_GROUP = 16
 """The number that the inputs of a group must be a multiple of."""
 OURS = "shoal-groups"
 """The name of the method by which Transformers finds `_GroupReader`."""
-WEIGHTS = {"gptq": "qweight", "compressed-tensors": "weight_scale"}
+WEIGHTS = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_scale"}
 """The tensor of each quantised layer by which it is known, by method."""
+AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output, of eight side by side, that each 4 bits of a word of AWQ belong to, lowest first."""
 PARTS = {
+    "awq": ("qweight", "qzeros", "scales", "bias"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx", "bias"),
     "compressed-tensors": (
         *("weight", "weight_packed", "weight_scale", "weight_zero_point"),
@@ -69,6 +73,11 @@ def refusal(method: str, fields: Mapping[str, Any]) -> str | None:
         return (
             None if bits in BITS else f"its weights have {bits} bits, and the kernels take 4 or 8"
         )
+    if method == "awq":
+        kind, bits = str(fields.get("version") or "gemm").lower(), fields.get("bits", 4)
+        if kind != "gemm":
+            return f"its version {kind} is another order of weights"
+        return None if bits == 4 else f"its weights have {bits} bits, and AWQ's order is that of 4"
     if method != "compressed-tensors":
         return f"the kernels take no weights of {method}"
     if fields.get("quantization_status", "compressed") != "compressed":
@@ -175,7 +184,7 @@ class _GroupReader(HfQuantizer):  # type: ignore[misc]
         for name, layer in list(model.named_modules()):
             if isinstance(layer, _StoredLinear):
                 try:
-                    groups = layer.groups(settings.zero_less)
+                    groups = layer.groups(settings.stored_by, settings.zero_less)
                 except _OtherLayout as reason:
                     raise UnsupportedModel(f"of its {name} {reason}") from reason
                 model.set_submodule(name, GroupLinear(groups, layer.part("bias"), settings.exact))
@@ -229,12 +238,12 @@ class _StoredLinear(nn.Module):
         part = self._parameters.get(name)
         return None if part is None else part.detach()
 
-    def groups(self, zero_less: int) -> Groups:
+    def groups(self, method: str, zero_less: int) -> Groups:
         """Returns the layer's weights. Raises _OtherLayout."""
         out, inputs = self.out_features, self.in_features
         if inputs % GROUP:
             raise _OtherLayout(f"the inputs are {inputs}, no multiple of {GROUP}")
-        read = self._of_gptq if "qweight" in self._parameters else self._of_compressed
+        read = {"gptq": self._of_gptq, "awq": self._of_awq}.get(method, self._of_compressed)
         numbers, zeros, scales, bits = read(zero_less)
         if numbers.shape != (out, inputs) or len(scales) != out or inputs % scales.shape[1]:
             raise _OtherLayout(
@@ -258,6 +267,14 @@ class _StoredLinear(nn.Module):
         wide = _numbers(zeros, bits).to(torch.int16) + zero_less
         wide = wide & (1 << bits) - 1
         return _numbers(words.t(), bits), wide.t(), scales.t(), bits
+
+    def _of_awq(self, _zero_less: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Returns numbers [out, in], zero points and scales [out, groups], and the bits."""
+        words, zeros, scales = map(self.part, ("qweight", "qzeros", "scales"))
+        if words is None or zeros is None or scales is None:
+            raise _OtherLayout("the tensors are not all there")
+        numbers, points = (_in_order(_numbers(each, 4)) for each in (words, zeros))
+        return numbers.t().contiguous(), points.t().to(torch.int16), scales.t(), 4
 
     def _of_compressed(self, _zero_less: int) -> tuple[Tensor, Tensor | None, Tensor, int]:
         """Returns numbers [out, in], zero points and scales [out, groups], and the bits."""
@@ -319,6 +336,12 @@ def _numbers(words: Tensor, bits: int) -> Tensor:
     """Unpacks words [rows, words] int32, the lowest bits first, to [rows, numbers] uint8."""
     made = words.contiguous().view(torch.uint8)
     return made if bits == 8 else torch.stack([made & 15, made >> 4], -1).flatten(1)
+
+
+def _in_order(numbers: Tensor) -> Tensor:
+    """Returns numbers [rows, outputs], in the order of AWQ's words, in that of the outputs."""
+    places = torch.tensor(AWQ_OUTPUTS).argsort()
+    return numbers.unflatten(1, (-1, len(AWQ_OUTPUTS)))[:, :, places].flatten(1)
 
 
 def _unsigned(numbers: Tensor, bits: int) -> Tensor:

@@ -12,8 +12,10 @@ from torch import Tensor
 from native_kernels import needs_compiler
 from shoal.models import formats, loading, weights
 from shoal.models.passes import choose_passes
+from shoal.models.prompt_passes import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model
+from shoal.types.requests import Prefix
 
 pytestmark = needs_compiler
 LENGTHS = (9, 33, 21, 50)
@@ -61,6 +63,41 @@ def test_bits_do_not_depend_on_the_pass(name: str, dtype: torch.dtype, monkeypat
     for steps in ([1], [3, 1, 7, 2], [60]):
         for expected, found in zip(alone, decoded(runner, rows, steps), strict=True):
             assert torch.equal(expected, found)
+
+
+def after_prompt(runner: Runner, prompts: list[list[int]], parts: tuple[int, ...] = (), stored: bool = False) -> Tensor:
+    """Logits of a token behind the first prompt, computed beside the others.
+
+    Args:
+        parts: the places at which the first prompt is cut.
+        stored: True if it lies in the shared store.
+    """
+    runner.memory.reserve(len(prompts), 320, 320)
+    runner.cache.clear()
+    first, *others = prompts
+    if stored:
+        prefix = Prefix(0, len(first))
+        feed_prefix(runner, prefix, 0, torch.tensor([first]))
+        runner.cache.enter(0, prefix)
+    ends = () if stored else (*parts, len(first))
+    for start, end in zip((0, *ends), ends, strict=False):
+        feed_prompts(runner, [(0, first[start:end]), *enumerate(others, 1)])
+        others = []
+    return runner.feed([0], torch.tensor([[7]]), [1]).clone()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_passes_of_a_prompt(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that comes alone, beside longer and shorter ones, in pieces, and stored once for several rows."""
+    runner = runner_of("llama", dtype, monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    long, short = (torch.randint(0, runner.vocab_size, (n,), generator=generator).tolist() for n in (300, 20))
+    for first, other in ((long, short), (short, long)):
+        alone = after_prompt(runner, [first])
+        assert torch.equal(alone, after_prompt(runner, [first, other]))
+        assert torch.equal(alone, after_prompt(runner, [first], (7, 17)))
+        assert torch.equal(alone, after_prompt(runner, [first], stored=True))
 
 
 @torch.inference_mode()

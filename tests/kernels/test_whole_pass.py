@@ -31,7 +31,7 @@ from shoal.models.lean.forward import LeanPass, NativeKernels
 from shoal.models.lean.whole import WholePass, whole_pass
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
-from shoal.models.prompt_passes import SHORT, feed_carrying, feed_prefix, feed_prompts
+from shoal.models.prompt_passes import feed_carrying, feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import AS_IS, PACKED
 from shoal.models.weights.panels import Int8PanelMatrix, PanelMatrix
@@ -115,16 +115,14 @@ def test_the_bits_with_weights_of_bytes_are_those_of_the_operations(name: str, d
         assert not differing(runner, by_operations(runner))
 
 
-def test_short_prompts_are_computed_in_narrow_passes_in_one_call() -> None:
-    """Longer ones in a wide pass by operations, which is as fast."""
+def test_prompts_are_computed_in_narrow_passes_in_one_call() -> None:
     runner = packed("llama").fork()
     runner.memory.reserve(1, 300, 300)
-    ids = [i % 40 for i in range(SHORT + 1)]
-    one_call, layers = C_DECODER, "C layers"
-    for count, expected in ((MOST_COLUMNS, {one_call: 2}), (MOST_COLUMNS + 11, {one_call: 4}), (SHORT + 1, {layers: 2})):
+    ids = [i % 40 for i in range(4 * MOST_COLUMNS + 1)]
+    for count, passes in ((MOST_COLUMNS, 1), (MOST_COLUMNS + 11, 2), (len(ids), 5)):
         feed_prompts(runner, [(0, ids[:count])])
         feed_prefix(runner, Prefix(0, count), 0, torch.tensor([ids[:count]]))
-        assert runner.counts.take_executors() == expected
+        assert runner.counts.take_executors() == {C_DECODER: 2 * passes}
         runner.cache.enter(0)
 
 

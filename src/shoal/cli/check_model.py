@@ -282,7 +282,7 @@ def number_format(runner: Runner) -> CheckResult:
     if not short:
         return CheckResult("dtype", "ok", figure, data=data)
     if holds:
-        passes = "Strict passes" if strict else "Kernels in C, behind the same passes of the prompt"
+        passes = "Strict passes" if strict else "Kernels in C"
         figure += f". {passes}: a seed gives the same tokens in every call"
         if kernels:
             return CheckResult("dtype", "ok", figure, data=data)

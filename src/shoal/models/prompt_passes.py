@@ -20,21 +20,18 @@ MAX_PASS_WIDTH = 512
 
 It bounds the memory of a long prompt's attention.
 """
-SHORT = 4 * MOST_COLUMNS
-"""The length of the longest prompt for narrow passes, if kernels compute these in one call."""
 MAX_PASS_TOKENS = 4096
 """The largest number of tokens per pass over all rows, padding included."""
 
 
-def pass_width(runner: Runner, longest: int) -> int:
-    """Returns the number of tokens per row and pass for prompts of up to `longest` tokens.
+def pass_width(runner: Runner) -> int:
+    """Returns the number of tokens per row and pass.
 
-    Kernels compute a pass in one call up to `MOST_COLUMNS` tokens; a wider one goes operation by
-    operation, which takes longer for short prompts and is as fast for long ones.
+    Kernels compute a pass in one call up to `MOST_COLUMNS` tokens of a row, with the same bits in
+    whatever passes a prompt comes. Wider passes go operation by operation, and are not faster.
     """
     whole = runner.lean is not None and runner.lean.whole is not None and not runner.hidden_layers
-    in_one_call = longest <= SHORT and whole
-    return MOST_COLUMNS if in_one_call else MAX_PASS_WIDTH
+    return MOST_COLUMNS if whole else MAX_PASS_WIDTH
 
 
 def feed_prompts(
@@ -50,7 +47,7 @@ def feed_prompts(
             the runner keeps any.
     """
     todo = sorted((pair for pair in prompts if pair[1]), key=lambda pair: -len(pair[1]))
-    width = pass_width(runner, len(todo[0][1]) if todo else 0)
+    width = pass_width(runner)
     while todo:
         longest = len(todo[0][1])
         rows = max(1, MAX_PASS_TOKENS // min(longest, width))
@@ -143,7 +140,7 @@ def feed_prefix(
         hidden: a list that receives the hidden states of the tokens, [tokens, features], if the
             runner keeps any.
     """
-    width = pass_width(runner, tokens.shape[1])
+    width = pass_width(runner)
     for first in range(0, tokens.shape[1], width):
         runner.feed_prefix(prefix, start + first, tokens[:, first : first + width])
         if hidden is not None and runner.hidden is not None:

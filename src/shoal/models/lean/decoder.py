@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shoal.models.structure import Structure
 from shoal.models.weights import LINEARS, Matrix, matrix_of
-from shoal.models.weights.groups import GroupMatrix
 from shoal.models.weights.parameter import PackedWeight
 
 _STALE = operator.attrgetter("stale")
@@ -106,12 +105,6 @@ class Decoder:
     def stale(self) -> bool:
         """True if weights or layers were replaced, so that only the model's modules know them."""
         return any(map(_STALE, self.matrices)) or self.structure.changed
-
-    @cached_property
-    def is_float32(self) -> bool:
-        """True if features are float32, and no matrix rounds them to fewer bits."""
-        exact = (not isinstance(matrix, GroupMatrix) or matrix.exact for matrix in self.matrices)
-        return self.dtype == torch.float32 and all(exact)
 
     @cached_property
     def matrices(self) -> list[Matrix]:

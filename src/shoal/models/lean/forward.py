@@ -254,10 +254,9 @@ class LeanPass:
         """True if chunks of prompts may ride in passes of other rows (`PassBatch.riding`).
 
         The pass in one call reads its weights once for all rows, and computes no logits of those
-        that ride. Where features are not float32 throughout, ids would depend on the passes of a
-        prompt, which then keeps those that it has alone.
+        that ride.
         """
-        return self.whole is not None and self.decoder.is_float32 and not self.decoder.stale
+        return self.whole is not None and not self.decoder.stale
 
     def of(self, decoder: Decoder) -> LeanPass:
         """Makes the passes of another decoder, of the same layers or some of them."""

@@ -24,7 +24,7 @@ TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 369,
     "lines": 85_277,
-    "short modules": 4,
+    "short modules": 3,
     "long modules": 0,
     "long functions": 5,
     "long lines": 0,

@@ -231,7 +231,7 @@ def test_offsets_count_characters() -> None:
 
 
 def test_of_tokens_with_one_name_the_most_probable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.serve.api_formats.name_and_bytes", lambda tokenizer, token: ("same", b"same"))
+    monkeypatch.setattr("shoal.serve.api_formats.name_and_bytes", lambda tokenizer, token, by_id: ("same", b"same"))
     answer = whole(CompletionFormat, parsed(["x"], top_logprobs=3), [ended(0, "a", tops=3)])
     assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"same": -1.0}]
 
@@ -587,7 +587,7 @@ def test_an_event_is_json_whatever_is_in_it() -> None:
 
 
 def test_bytes_that_are_not_known_are_null_in_chats_and_empty_in_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.serve.api_formats.name_and_bytes", lambda tokenizer, token: ("?", None))
+    monkeypatch.setattr("shoal.serve.api_formats.name_and_bytes", lambda tokenizer, token, by_id: ("?", None))
     row = ended(0, "a", tops=1)
     (entry,) = whole(ChatFormat, parsed(["x"], top_logprobs=1), [row])["choices"][0]["logprobs"]["content"]
     assert (entry["bytes"], entry["top_logprobs"][0]["bytes"]) == (None, None)

@@ -53,11 +53,14 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
     form, bias = PACKED if _packed(first) else AS_IS, None
     if layers[0].bias is not None:
         bias = joined([layer.bias.detach() for layer in layers])
-    matrix = _of_panels(layers, bias) or _of_rows(layers, bias, form)
+    matrix: Matrix | None = _of_panels(layers, bias)
+    if matrix is None:
+        rows = joined([plain(layer.weight) for layer in layers])
+        matrix = _of_rows(layers, rows, bias, form)
     for layer, start in zip(layers, starts(layers), strict=True):
         stop = start + layer.out_features
         if form != PACKED:
-            layer.weight.data = matrix.dense()[start:stop]
+            layer.weight.data = rows[start:stop]  # the matrix has a copy of an inference tensor
         elif isinstance(layer.weight, PackedWeight):
             layer.weight.data = PackedWeight.rows(matrix, start, stop)
         else:
@@ -67,9 +70,8 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
     return matrix
 
 
-def _of_rows(layers: Sequence[nn.Linear], bias: Tensor | None, form: str) -> Matrix:
+def _of_rows(layers: Sequence[nn.Linear], rows: Tensor, bias: Tensor | None, form: str) -> Matrix:
     """Returns the common matrix of layers, with a table if the matrix of one has one."""
-    rows = joined([plain(layer.weight) for layer in layers])
     weights: list[Any] = [layer.weight for layer in layers]
     table = any(_packed(weight) and weight.matrix.table is not None for weight in weights)
     if form == PACKED:

@@ -73,7 +73,8 @@ tokenizer = Tokenizer(
     apply_chat_template=lambda messages, **_: ";".join(message["content"] for message in messages),
     decode=lambda ids, **_: "",
 )
-model = SimpleNamespace(tokenizer=tokenizer, target=SimpleNamespace(context=10**6), stream=stream, prefixes=None)
+model = SimpleNamespace(tokenizer=tokenizer, target=SimpleNamespace(context=10**6, hf=None), stream=stream, prefixes=None)
+sys.modules["shoal.models.pretrained"] = SimpleNamespace(own_sampling=lambda hf: {})  # it imports torch
 ModelSource.load = lambda self, prefix_memory=0: model
 chat._names = lambda model: "a model"
 chat.parse_lookahead = lambda text: 3

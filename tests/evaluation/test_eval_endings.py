@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.constraints.fim import TOKENS, fill_in_middle
+from shoal.constraints.fim import SUFFIX_FIRST, TOKENS, fill_in_middle
 from shoal.errors import RequestError
 from shoal.evaluation.endings import ending
 from shoal.evaluation.languages import LANGUAGES
@@ -113,7 +113,7 @@ def test_a_middle_is_asked_for_by_the_tokenizers_own_tokens() -> None:
     tokenizer = tiny_tokenizer()
     with pytest.raises(RequestError, match="fill-in-the-middle"):
         fill_in_middle(tokenizer, "a", "b")
-    for tokens in TOKENS:
+    for tokens in [each for each in TOKENS if each[0] not in SUFFIX_FIRST]:  # the others: test_tokenizers_of_models
         tokenizer = tiny_tokenizer()
         tokenizer.add_tokens(list(tokens), special_tokens=True)
         assert tokenizer.decode(fill_in_middle(tokenizer, "é\n", " z")) == f"{tokens[0]}é\n{tokens[1]} z{tokens[2]}"

@@ -243,7 +243,7 @@ def test_log_probabilities_of_a_chat() -> None:
     assert parse(ChatRequest, logprobs=True).top_logprobs == 0
     assert parse(ChatRequest, logprobs=True, top_logprobs=3).top_logprobs == 3
     assert refused(ChatRequest, top_logprobs=3) == ("top_logprobs", 400)
-    assert refused(ChatRequest, logprobs=True, top_logprobs=5) == ("logprobs", 400)
+    assert refused(ChatRequest, logprobs=True, top_logprobs=5) == ("top_logprobs", 400)
 
 
 # ── each limit ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -58,8 +58,12 @@ class ScriptedModel(torch.nn.Module):
         self.config = SimpleNamespace(
             _attn_implementation="eager", eos_token_id=None, model_type="scripted"
         )
-        self.forwards = 0
+        self._forwards = [0]  # a list: a number would be a setting, whose change is another model
         self.eval()
+
+    @property
+    def forwards(self) -> int:
+        return self._forwards[0]
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +101,7 @@ class ScriptedModel(torch.nn.Module):
         Returns:
             An object with `logits` [rows, q, vocab].
         """
-        self.forwards += 1
+        self._forwards[0] += 1
         if inputs_embeds is not None:
             tokens = inputs_embeds[..., 0].long()
         assert tokens is not None

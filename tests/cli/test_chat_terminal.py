@@ -114,7 +114,10 @@ class Screen:
             assert time.monotonic() < deadline, self.shown
             if keys and not select.select([self.master], [], [], 10)[0]:
                 self.type(keys)
-            if select.select([self.master], [], [], 1)[0]:
+            ended = self.process.poll() is not None
+            if not select.select([self.master], [], [], 1)[0]:
+                assert not ended, f"the chat has ended, and this is all: {self.shown}"
+            else:
                 more = self.decode(os.read(self.master, 65536))
                 self.all += more
                 self.shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.shown + more)

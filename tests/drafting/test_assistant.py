@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import shoal
 from laws import ALPHA, joint
-from proposals import Proposal, recorded
+from proposals import Proposal, decoded, recorded
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
 from shoal.drafting.assistant import AssistantDrafter
@@ -33,7 +33,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair
 from shoal.testing.enumeration import chi_square
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
 
 if not hasattr(transformers, "Gemma4AssistantForCausalLM") or not hasattr(transformers.cache_utils, "KVSharingDict"):
@@ -68,22 +68,6 @@ KINDS = {"shared": {}, "dense": {"shared": 0}, "ordered": {"ordered": True}}
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return loaded(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
-
-
-def decoded(
-    target: Runner, drafter: Any, rule: Rule, temperature: float, prompts: Sequence[Sequence[int]] = PROMPTS
-) -> tuple[Engine, list[Row]]:
-    """Groups that join one after the other and fill a batch of four rows, a row of which is cancelled; the others."""
-    engine = Engine(target, drafter, Fixed(3 if drafter else 0), max_batch=4, rule=rule, chunk=4)
-    rows: list[Row] = []
-    for number, prompt in enumerate(prompts):
-        limits = Limits(max_new_tokens=9 + number)
-        rows += engine.submit(Request(tuple(prompt), 3, Sampling(temperature=temperature, seed=number), limits))
-        engine.step()
-    engine.cancel(rows[2:3])
-    while engine.step():
-        pass
-    return engine, rows[:2] + rows[3:]
 
 
 def largest_difference(pair: Pair, proposals: Sequence[Proposal]) -> float:
@@ -138,7 +122,7 @@ def test_drafts_are_those_of_the_definition(pair: Pair, monkeypatch: pytest.Monk
     """In ragged batches with joins, cancellations and moves, beyond the window, after accepted and rejected drafts."""
     drafter = pair.drafter()
     proposals = recorded(drafter)
-    engine, _ = decoded(pair.target, drafter, Rejection(), 2.0)
+    engine, _ = decoded(pair.target, drafter, Rejection(), 2.0, PROMPTS)
     stats = engine.stats
     assert len(proposals) > 25
     assert 0 < stats.accepted < stats.drafted
@@ -153,7 +137,7 @@ def test_drafts_are_those_of_the_definition(pair: Pair, monkeypatch: pytest.Monk
             patch.setattr(owner, name, wrong)
             other = pair.drafter()
             proposals = recorded(other)
-            decoded(pair.target, other, Rejection(), 2.0)
+            decoded(pair.target, other, Rejection(), 2.0, PROMPTS)
             assert largest_difference(pair, proposals) > 1e-3, wrong
 
 
@@ -206,8 +190,8 @@ def test_a_row_says_the_same_whatever_is_beside_it(tmp_path: Path) -> None:
 def test_tokens_are_those_of_plain_decoding(pair: Pair) -> None:
     """Greedy by both rules, those of Transformers' `generate`; under the coupled rule at T > 0 as well."""
     for rule, temperature in ((Rejection(), 0.0), (Coupled(), 0.0), (Coupled(), 2.0)):
-        plain, expected = decoded(pair.target, None, rule, temperature)
-        engine, found = decoded(pair.target, pair.drafter(), rule, temperature)
+        plain, expected = decoded(pair.target, None, rule, temperature, PROMPTS)
+        engine, found = decoded(pair.target, pair.drafter(), rule, temperature, PROMPTS)
         assert [row.tokens for row in found] == [row.tokens for row in expected]
         stats = engine.stats
         assert stats.committed == stats.row_rounds + stats.accepted

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import shoal
 from laws import ALPHA, joint
 from mtp_layers import HYBRID, PLAIN, by_definition, save_mtp
-from proposals import Proposal, recorded
+from proposals import Proposal, decoded, recorded
 from shoal.config import Limits, Sampling
 from shoal.drafting import eagle3, hidden
 from shoal.drafting.draft import read_draft
@@ -36,7 +36,7 @@ from shoal.models.mtp_layer import MtpHeads
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.enumeration import chi_square
-from shoal.types.requests import Request, Row
+from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
 
 
@@ -50,22 +50,6 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 PROMPTS = [[(7 * i * i + number) % 260 for i in range(length)] for number, length in enumerate((1, 5, 11))]
-
-
-def decoded(
-    target: Runner, drafter: Any, rule: Rule, temperature: float, prompts: Sequence[Sequence[int]] = PROMPTS
-) -> tuple[Engine, list[Row]]:
-    """Groups that join one after the other and fill a batch of four rows, a row of which is cancelled; the others."""
-    engine = Engine(target, drafter, Fixed(3 if drafter else 0), max_batch=4, rule=rule, chunk=4)
-    rows: list[Row] = []
-    for number, prompt in enumerate(prompts):
-        limits = Limits(max_new_tokens=9 + number)
-        rows += engine.submit(Request(tuple(prompt), 3, Sampling(temperature=temperature, seed=number), limits))
-        engine.step()
-    engine.cancel(rows[2:3])
-    while engine.step():
-        pass
-    return engine, rows[:2] + rows[3:]
 
 
 def largest_difference(target: Runner, drafter: Eagle3Drafter, proposals: Sequence[Proposal]) -> float:
@@ -120,7 +104,7 @@ def test_drafts_are_those_of_the_definition(target: Runner, monkeypatch: pytest.
     """In ragged batches with joins, cancellations and moves, after accepted and rejected drafts; wrong states are noticed."""
     drafter = MtpDrafter.for_target(target)
     proposals = recorded(drafter)
-    engine, _ = decoded(target, drafter, Rejection(), 2.0)
+    engine, _ = decoded(target, drafter, Rejection(), 2.0, PROMPTS)
     assert len(proposals) > 25
     assert 0 < engine.stats.accepted < engine.stats.drafted
     assert largest_difference(target, drafter, proposals) < 1e-4
@@ -130,7 +114,7 @@ def test_drafts_are_those_of_the_definition(target: Runner, monkeypatch: pytest.
         monkeypatch.setattr(eagle3, "kept", wrong)
         other = MtpDrafter.for_target(target)
         proposals = recorded(other)
-        decoded(target, other, Rejection(), 2.0)
+        decoded(target, other, Rejection(), 2.0, PROMPTS)
         assert largest_difference(target, other, proposals) > 1e-3, wrong
 
 
@@ -186,7 +170,7 @@ def test_layers_draft_one_after_the_other(deep: Runner, monkeypatch: pytest.Monk
     drafter = MtpDrafter.for_target(deep)
     assert isinstance(drafter, CascadeDrafter)
     proposals = recorded(drafter)
-    engine, _ = decoded(deep, drafter, Rejection(), 2.0)
+    engine, _ = decoded(deep, drafter, Rejection(), 2.0, PROMPTS)
     stats = engine.stats
     assert len(proposals) > 25
     assert 0 < stats.accepted < stats.drafted
@@ -201,7 +185,7 @@ def test_layers_draft_one_after_the_other(deep: Runner, monkeypatch: pytest.Monk
             patch.setattr(owner, name, wrong)
             other = MtpDrafter.for_target(deep)
             proposals = recorded(other)
-            decoded(deep, other, Rejection(), 2.0)
+            decoded(deep, other, Rejection(), 2.0, PROMPTS)
             assert largest_difference(deep, other, proposals) > 1e-3, wrong
 
 
@@ -216,7 +200,7 @@ def test_states_of_a_layer_that_are_one_position_off_are_noticed(deep: Runner, m
     monkeypatch.setattr(MtpHeads, "compute", late)
     drafter = MtpDrafter.for_target(deep)
     proposals = recorded(drafter)
-    decoded(deep, drafter, Rejection(), 2.0)
+    decoded(deep, drafter, Rejection(), 2.0, PROMPTS)
     assert largest_difference(deep, drafter, proposals) > 1e-3
 
 
@@ -294,8 +278,8 @@ def tokens_are_those_of_plain_decoding(target: Runner, tree: str) -> None:
         assert bool(drafter.max_nodes) == bool(tree and target.takes_trees)
         if tree and not target.takes_trees:
             return  # chains, as without
-        plain, expected = decoded(target, None, rule, temperature)
-        engine, found = decoded(target, drafter, rule, temperature)
+        plain, expected = decoded(target, None, rule, temperature, PROMPTS)
+        engine, found = decoded(target, drafter, rule, temperature, PROMPTS)
         assert [row.tokens for row in found] == [row.tokens for row in expected]
         stats = engine.stats
         assert stats.committed == stats.row_rounds + stats.accepted

@@ -16,12 +16,13 @@ from shoal.cli import run
 from shoal.config import Limits, Sampling
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.engine.engine import Engine
-from shoal.lookahead.controller import by_name
+from shoal.lookahead.controller import Fixed, by_name
 from shoal.models.loading import wrap
-from shoal.sampling.acceptance import Rejection
+from shoal.models.runner import Runner
+from shoal.sampling.acceptance import Rejection, Rule
 from shoal.testing import tiny_model
 from shoal.testing.enumeration import chi_square
-from shoal.types.requests import Request
+from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
 
 Proposal = tuple[list[int], list[int], list[Tensor]]
@@ -78,3 +79,19 @@ def require_every_way_in(place: Path, spec: str, capsys: pytest.CaptureFixture[s
     given = {"custom_generate": shoal.custom_generate, "max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(ids, **given, draft_model=spec, lookahead=2), model.generate(ids, **given))
     return loaded
+
+
+def decoded(
+    target: Runner, drafter: Any, rule: Rule, temperature: float, prompts: Sequence[Sequence[int]]
+) -> tuple[Engine, list[Row]]:
+    """Groups that join one after the other and fill a batch of four rows, a row of which is cancelled; the others."""
+    engine = Engine(target, drafter, Fixed(3 if drafter else 0), max_batch=4, rule=rule, chunk=4)
+    rows: list[Row] = []
+    for number, prompt in enumerate(prompts):
+        limits = Limits(max_new_tokens=9 + number)
+        rows += engine.submit(Request(tuple(prompt), 3, Sampling(temperature=temperature, seed=number), limits))
+        engine.step()
+    engine.cancel(rows[2:3])
+    while engine.step():
+        pass
+    return engine, rows[:2] + rows[3:]

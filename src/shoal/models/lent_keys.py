@@ -186,15 +186,15 @@ def _require_fit(directory: Path, config: Any, target: Any, name: str) -> None:
     found = {"hidden states": config.backbone_hidden_size, "a vocabulary": own.vocab_size}
     for i, kind in enumerate(own.layer_types):
         for entry in ("head_dim", "num_key_value_heads"):
-            what = f"{entry} of {kind}"
-            found[what] = getattr(own.per_layer_config[i], entry)
-            wanted[what] = (
+            part = f"{entry} of {kind}"
+            found[part] = getattr(own.per_layer_config[i], entry)
+            wanted[part] = (
                 getattr(target.per_layer_config[of[kind]], entry) if kind in of else "none"
             )
-    for what, one in found.items():
-        if one != wanted[what]:
+    for part, one in found.items():
+        if one != wanted[part]:
             raise PairMismatch(
-                f"{directory} cannot draft for {name}: {what} of {one} v {wanted[what]}: the "
+                f"{directory} cannot draft for {name}: {part} of {one} v {wanted[part]}: the "
                 f"assistant of another target"
             )
 

@@ -38,8 +38,7 @@ from regret import SWEEP
 from shoal.bench.machine import machine
 from shoal.lookahead.acceptance import Acceptance
 from shoal.lookahead.auto import Auto
-from shoal.lookahead.controller import Controller, PairCosts, as_controller, by_name
-from shoal.lookahead.even import EvenAuto
+from shoal.lookahead.controller import Controller, EvenAuto, PairCosts, as_controller, by_name
 from shoal.lookahead.plan import DraftPlan, Stopping
 from shoal.types.requests import Row
 from virtual import QUEUES, WARM_UP, WIDTH, PassCosts, Trace, _Text, costs_of, run, traces

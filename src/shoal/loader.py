@@ -11,9 +11,8 @@ import torch
 from shoal.api import Shoal
 from shoal.drafting.pair_loading import PairOptions, Source, load_pair
 from shoal.drafting.protocol import Drafter
-from shoal.models.load_report import one_line
+from shoal.models.load_report import LoadProgress, LoadStages, one_line
 from shoal.models.loading import LoadOptions
-from shoal.types.load_stages import LoadProgress, LoadStages
 
 LOG = logging.getLogger("shoal")
 
@@ -59,7 +58,7 @@ def load(
             bundled).
         guide: a second model with the target's tokenizer, given like the target, or "draft" for the
             draft model: samples with `guidance` are those of the target led away from it (see
-            `shoal.sampling.guidance`). "target": the target itself, for samples with a
+            `shoal.sampling.scores`). "target": the target itself, for samples with a
             `negative_prompt`. None = there is none.
         expert: a third such model, or "draft": samples with `guidance` are led from the guide
             towards it (proxy tuning). None = towards the target.
@@ -98,7 +97,7 @@ def load(
             this call, and end when it does.
         trust_remote_code: True = runs code from the model's repository.
         local_files_only: True = never asks the Hub.
-        progress: called with a `shoal.types.load_stages.LoadStage` as each stage begins, as it
+        progress: called with a `shoal.models.load_report.LoadStage` as each stage begins, as it
             ends, and when all is loaded.
 
     Raises:

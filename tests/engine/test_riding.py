@@ -1,6 +1,6 @@
 """Chunks of long prompts in the passes of running rows: the same tokens of every row, fewer passes, nobody else's failures.
 
-Tests of: engine.riding, engine.scheduler, models.prompt_passes.
+Tests of: engine.verify, engine.scheduler, models.prompt_passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.drafting.protocol import Drafter
 from shoal.drafting.shapes import shape_of
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.tree_model import TreeDrafter
-from shoal.engine import riding, scheduler
+from shoal.engine import scheduler, verify
 from shoal.engine.batch_size import AutoBatchSize
 from shoal.engine.engine import Engine
 from shoal.engine.prefix_cache import PrefixMemory
@@ -55,7 +55,7 @@ OTHER = tuple(1 + i % 7 for i in range(23))
 def _rides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every target carries prompts: the modules compute the logits of pieces too, and nobody reads them."""
     monkeypatch.setattr(scheduler, "RIDING", PIECE)
-    monkeypatch.setattr(riding, "carries_prompts", lambda target: True)
+    monkeypatch.setattr(verify, "carries_prompts", lambda target: True)
 
 
 def target() -> Runner:
@@ -136,7 +136,7 @@ def test_a_row_joins_as_early_as_by_passes_of_its_own(monkeypatch: pytest.Monkey
     """By pieces of the same size: the last of them is computed before the round that the row joins."""
     rounds = []
     for carries in (True, False):
-        monkeypatch.setattr(riding, "carries_prompts", lambda target, carries=carries: carries)
+        monkeypatch.setattr(verify, "carries_prompts", lambda target, carries=carries: carries)
         of, _ = under_way(chunk=PIECE)
         (row,) = ask(of, LONG)
         while not row.rounds:

@@ -1,6 +1,6 @@
 """`auto` on captured rounds: one length for all rows, known before a round begins, so that rounds are launched ahead.
 
-Tests of: lookahead.even, drafting.captured_kinds, drafting.captured, engine.pair.
+Tests of: lookahead.controller, drafting.captured_kinds, drafting.captured, engine.pair.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from shoal import Shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
-from shoal.lookahead.controller import Auto, Fixed
-from shoal.lookahead.even import EvenAuto
+from shoal.lookahead.controller import Auto, EvenAuto, Fixed
 from shoal.models import loading
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import EXECUTORS

@@ -1,6 +1,6 @@
 """One draft length for all rows: the best of the plans, kept through rounds that were launched ahead.
 
-Tests of: lookahead.even, lookahead.auto, lookahead.acceptance.
+Tests of: lookahead.controller, lookahead.auto, lookahead.acceptance.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import stopping
 import virtual
 from policies import KnownCosts, even_with_known_costs
 from shoal.lookahead.acceptance import LIMIT, Acceptance, Tried
-from shoal.lookahead.controller import Auto, EvenAuto, Fixed, PairCosts, Uniform, by_name
-from shoal.lookahead.even import LENGTHS, SLOWEST, best_even_plan
+from shoal.lookahead.controller import LENGTHS, SLOWEST, Auto, EvenAuto, Fixed, PairCosts, Uniform, best_even_plan, by_name
 from shoal.types.rounds import Outcome
 from virtual import PassCosts, Trace, _Text
 

@@ -1,6 +1,6 @@
 """What is told while a pair is loaded: the stages, in order, to a callback, a log or a terminal.
 
-Tests of: types.load_stages, cli.console.
+Tests of: models.load_report, cli.console.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.cli.eval_options import with_progress
 from shoal.cli.options import ModelSource
 from shoal.errors import ModelError
 from shoal.models import loading
-from shoal.types.load_stages import LoadStage, LoadStages
+from shoal.models.load_report import LoadStage, LoadStages
 
 OF_A_PAIR = [
     ("tokenizer", "target"), *((name, model) for model in ("target", "draft") for name in ("weights", "packing", "checking")),

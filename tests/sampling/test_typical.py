@@ -1,6 +1,6 @@
 """Typical acceptance: as published, exact for greedy rows, and named as lossy in every output.
 
-Tests of: sampling.acceptance.typical, sampling.scores, sampling.uniforms.
+Tests of: sampling.acceptance.one_sample, sampling.scores, sampling.uniforms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.engine.stream import Stream
 from shoal.errors import RequestError
 from shoal.evaluation.sampling import SamplingConfig
 from shoal.sampling.acceptance import RULES, Typical
-from shoal.sampling.acceptance.typical import plausible
+from shoal.sampling.acceptance.one_sample import plausible
 from shoal.sampling.drawing import inverse_transform
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import round_uniforms

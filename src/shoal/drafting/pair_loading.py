@@ -21,6 +21,7 @@ from shoal.drafting.other_vocabulary import MethodChoice, OtherVocabularyDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.errors import PairMismatch, RequestError
 from shoal.models import loading, pretrained, sources, trimming, vocabulary
+from shoal.models.load_report import LoadStages, StageModel, StageWatch
 from shoal.models.loading import LoadOptions
 from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
@@ -28,7 +29,6 @@ from shoal.models.runner import Runner
 from shoal.models.sources import require_source
 from shoal.models.trimming import Proposable
 from shoal.models.vocabulary import require_guide
-from shoal.types.load_stages import LoadStages, StageModel, StageWatch
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class DraftModel:
     def require_guide(self) -> None:
         """Raises PairMismatch if the model cannot guide the target.
 
-        See `shoal.sampling.guidance`.
+        See `shoal.sampling.scores`.
         """
         if self.proposable != Proposable():
             raise PairMismatch(

@@ -1,5 +1,5 @@
 """The guide of a target, and its expert: models that read what the target reads
-(`sampling.guidance`).
+(`sampling.scores`).
 
 Between rounds the cache of each holds the tokens that the target's holds, the committed ones of
 each guided row except the last; a guide has a negative prompt in place of the prompt. A round feeds

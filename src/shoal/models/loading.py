@@ -20,6 +20,7 @@ from shoal.models.gguf.gguf_runner import load_gguf, require_own_options
 from shoal.models.gguf.own import ROUNDED, own_model
 from shoal.models.lean.decoder import in_family
 from shoal.models.load_checks import KeptChecks, kept_checks
+from shoal.models.load_report import StageWatch, unwatched
 from shoal.models.mixers import use_mixers
 from shoal.models.pretrained import causal_config, load_weights, no_groups
 from shoal.models.quantize import Int8Linear, cannot_save, quantized
@@ -31,7 +32,6 @@ from shoal.models.tensor_parallel import lead, require_ranks
 from shoal.models.trimming import with_head_of
 from shoal.models.weights.groups import GroupLinear
 from shoal.native.build import missing
-from shoal.types.load_stages import StageWatch, unwatched
 
 DTYPES = {
     "float32": torch.float32,

@@ -13,11 +13,11 @@ from shoal.engine.engine import Engine
 from shoal.engine.waiting import QUANTUM
 from shoal.errors import RequestError
 from shoal.models.available import kv_budget
+from shoal.models.load_report import LoadStages
 from shoal.sampling.acceptance import RULES
 from shoal.serve.app import make_app
 from shoal.serve.handler import Offline
 from shoal.serve.settings import Settings
-from shoal.types.load_stages import LoadStages
 
 LOG = logging.getLogger(__name__)
 

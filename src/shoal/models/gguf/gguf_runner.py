@@ -21,9 +21,9 @@ from shoal.models.gguf.gguf_model import GgufModel, complaint, library
 from shoal.models.gguf.sequences import PASS_TOKENS, Feed, RowState, Sequences
 from shoal.models.gguf.state_sequences import StateSequences
 from shoal.models.lean.forward import known_tokens
+from shoal.models.load_report import StageWatch, unwatched
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
-from shoal.types.load_stages import StageWatch, unwatched
 
 NO_ROOM, NO_MEMORY = 1, -2
 """The numbers that `llama_decode` returns."""

@@ -26,6 +26,7 @@ from shoal.sampling.acceptance.one_sample import (
     ChainRule,
     Coupled,
     Rule,
+    Typical,
     accepted_lengths,
     by_samples,
     decides_chains,
@@ -38,7 +39,6 @@ from shoal.sampling.acceptance.rejection import (
     rejection_by_tensors,
     residual,
 )
-from shoal.sampling.acceptance.typical import Typical
 
 RULES: dict[str, Callable[[], Rule]] = {
     "rejection": Rejection,

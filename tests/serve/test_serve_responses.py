@@ -282,6 +282,19 @@ def test_calls_are_items_in_the_order_in_which_the_model_made_them(caller: Serve
     assert create(caller, tools=[WEATHER], tool_choice="none").output_text == TWO_CALLS
 
 
+@pytest.mark.parametrize(("name", "found"), [("weather", 2), ("time", 0)])
+def test_calls_of_allowed_tools_alone_count(caller: Served, name: str, found: int) -> None:
+    """And the answer tells the choice as it was sent; tools that are no functions are passed over."""
+    tools = [WEATHER, {"type": "function", "name": "time", "parameters": None, "strict": None}]
+    allowed = [{"type": "function", "name": name}, {"type": "mcp", "server_label": "x"}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    answer = caller.post("/v1/responses", prompt=None, input="hi", tools=tools, tool_choice=choice)
+    assert [one["type"] for one in answer.json()["output"]].count("function_call") == found
+    assert (answer.json()["tool_choice"], answer.headers["x-shoal-ignored"]) == (choice, "tool_choice.tools.type=mcp")
+    assert answer.json()["usage"]["input_tokens"] == len("(weather)(time)<user>hi<assistant>")
+    Response.model_validate(answer.json())
+
+
 def test_a_conversation_goes_on_with_what_the_function_returned(caller: Served) -> None:
     first = create(caller, tools=[WEATHER]).model_dump(exclude_unset=True)
     calls = [item for item in first["output"] if item["type"] == "function_call"]
@@ -363,6 +376,10 @@ def test_a_call_is_told_whole() -> None:
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "function"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "'other', which is not among"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+        {"type": "function", "name": "a"}, {"type": "function", "name": "b"}]}}, "tool_choice", "'a', 'b', which are not among"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+     "tool_choice", "allows no function"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0.type", "text"),
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input.0.content.0.type", "text"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "function_call_output"),

@@ -208,6 +208,36 @@ def test_a_forced_call_is_as_long_as_it_is(forced: tuple[Served, CallFormat]) ->
     assert (text.headers.get("x-shoal-ignored"), text.json()["usage"]["completion_tokens"] >= 300) == (None, True)
 
 
+ONLY = {"type": "function", "function": {"name": "time"}}
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_only_allowed_tools_are_called_and_all_are_shown(forced: tuple[Served, CallFormat], flat: bool) -> None:
+    """As OpenAI documents it for chats and for /v1/responses; clients send both forms to both."""
+    own: dict[str, Any] = {"mode": "required", "tools": [{"type": "function", "name": "time"} if flat else ONLY]}
+    choice: Any = {"type": "allowed_tools", **(own if flat else {"allowed_tools": own})}
+    answer = create(forced[0], tool_choice=choice, n=8, seed=6, max_tokens=400)
+    calls = [call.function for one in answer.choices for call in one.message.tool_calls]
+    assert {call.name for call in calls} == {"time"}
+    assert all([*json.loads(call.arguments)] == ["zone"] for call in calls)
+    assert answer.usage.prompt_tokens == len("(weather)(time)<user>hi<assistant>" + forced[1].begun)
+    named = create(forced[0], tool_choice=own["tools"][0], seed=6, max_tokens=400)
+    assert named.choices[0].message.tool_calls[0].function.name == "time"
+
+
+@pytest.mark.parametrize(("template", "call"), [
+    ("<tool_call>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+    ("<tool_call><function=x><parameter=y>", "<tool_call>\n<function=f>\n</function>\n</tool_call>"),
+])  # fmt: skip
+def test_a_call_of_a_tool_that_is_not_allowed_is_text(template: str, call: str) -> None:
+    with served(pair(speaks(call), TOKENIZER), chat_template=f"{{# {template} #}}{BODY}") as server:
+        for name, found in (("f", 1), ("time", 0)):
+            own = {"mode": "auto", "tools": [{"type": "function", "function": {"name": name}}]}
+            choice = {"type": "allowed_tools", "allowed_tools": own}
+            message = create(server, tools=[tool("f"), TIME], tool_choice=choice).choices[0].message
+            assert (len(message.tool_calls or ()), message.content) == (found, None if found else call)
+
+
 def test_some_tool_is_called_where_one_is_required(forced: tuple[Served, CallFormat]) -> None:
     server, _ = forced
     answer = create(server, tool_choice="required", n=8, seed=6)
@@ -376,6 +406,11 @@ DEEP = functools.reduce(lambda inner, _: {"items": inner}, range(400), dict[str,
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tool_choice": "required", "tools": None}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [ONLY, {"type": "function", "name": "x"}]}}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [ONLY]}}},
+     "tool_choice.allowed_tools.mode"),
+    ({"tool_choice": {"type": "custom", "custom": {"name": "time"}}}, "tool_choice.custom"),
     ({"tools": [TIME, TIME]}, "tools"),
     ({"tools": [tool("bad name")]}, "tools.0.function.name"),
     ({"tools": [tool("f", x={"not": {}})], "tool_choice": "required"}, "tools"),

@@ -10,16 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from shoal.serve.api_errors import ApiError
-from shoal.serve.message_models import (
-    Function,
-    FunctionName,
-    Message,
-    NamedTool,
-    SentCall,
-    SentFunction,
-    Tool,
-    ToolName,
-)
+from shoal.serve.message_models import Function, Message, SentCall, SentFunction, Tool
 from shoal.serve.request_fields import (
     MOST_NAMED,
     Ignored,
@@ -35,15 +26,18 @@ from shoal.serve.request_fields import (
     text_or_list,
 )
 from shoal.serve.request_models import (
+    AllowedFunctions,
     AnyTool,
     ChatRequest,
     FunctionTool,
     JsonFormat,
     JsonSchema,
     JsonText,
+    NamedFunction,
     SampledRequest,
     SchemaFormat,
     TextFormat,
+    choice_kind,
 )
 
 NOT_KEPT = "This server keeps no answers: send the whole conversation as input"
@@ -200,13 +194,6 @@ Item = Annotated[
 ]
 
 
-class NamedFunction(StrictModel):
-    """The one function that has to be called."""
-
-    type: Literal["function"]
-    name: ToolName
-
-
 class FlatSchema(JsonSchema, JsonText):
     """JSON that fits a schema."""
 
@@ -247,11 +234,14 @@ class ResponsesRequest(SampledRequest):
     tool_choice: (
         Annotated[
             Annotated[Literal["auto", "none", "required"], Tag("text")]
-            | Annotated[NamedFunction, Tag("named")],
-            Discriminator(lambda value: "text" if isinstance(value, str) else "named"),
+            | Annotated[NamedFunction, Tag("named")]
+            | Annotated[AllowedFunctions, Tag("allowed")],
+            Discriminator(choice_kind),
         ]
         | None
-    ) = optional("auto: as the model likes; none; required: some tool; or one by its name.")
+    ) = optional(
+        "auto: as the model likes; none; required: some tool; one by its name; or some by theirs."
+    )
     parallel_tool_calls: bool | None = optional(
         "There may be several calls; true. Otherwise the first call counts."
     )
@@ -303,7 +293,9 @@ class ResponsesRequest(SampledRequest):
             if part is not None
             for field in part.ignored_fields()
         ]
-        sent = {*passed_over("input", self.input), *passed_over("tools", self.tools)}
+        allowed = getattr(self.tool_choice, "tools", ())
+        places = {"input": self.input, "tools": self.tools, "tool_choice.tools": allowed}
+        sent = {path for name, part in places.items() for path in passed_over(name, part)}
         stored = ["store"] if self.store else []
         return [*self.ignored_fields(), *inner, *stored, *sorted(sent)[:MOST_NAMED]]
 
@@ -365,8 +357,7 @@ class ResponsesRequest(SampledRequest):
         )
 
     def _format(self) -> TextFormat | JsonFormat | SchemaFormat | None:
-        forced = self.tool_choice == "required" or isinstance(self.tool_choice, NamedFunction)
-        wanted = self.text.format if self.text and not forced else None  # a forced call has no text
+        wanted = self.text.format if self.text else None
         if not isinstance(wanted, FlatSchema):
             return wanted
         return SchemaFormat(
@@ -375,11 +366,16 @@ class ResponsesRequest(SampledRequest):
             json_schema=JsonSchema(schema=wanted.json_schema),
         )
 
-    def _choice(self) -> Literal["auto", "none", "required"] | NamedTool | None:
+    def _choice(self) -> Any:
+        """Returns the choice of tools as a chat's request has it."""
         choice = self.tool_choice
-        if not isinstance(choice, NamedFunction):
-            return choice
-        return NamedTool(type="function", function=FunctionName(name=choice.name))
+        if isinstance(choice, AllowedFunctions):
+            own = [one for one in choice.tools if isinstance(one, NamedFunction)]
+            if not own:
+                message = "tool_choice allows no function, and other tools are not there"
+                raise ApiError(400, message, param="tool_choice", code="invalid_value")
+            choice = choice.model_copy(update={"tools": own})
+        return choice.model_dump() if isinstance(choice, StrictModel) else choice
 
 
 def _function(tool: FunctionTool) -> Function:

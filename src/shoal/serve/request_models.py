@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model
 
 from shoal.config import PARAMETERS, Sampling
-from shoal.serve.message_models import Function, Message, NamedTool, Tool
+from shoal.serve.message_models import Function, Message, NamedTool, Tool, ToolName
 from shoal.serve.request_fields import (
     MOST_NAMED,
     NOT_IN_HEADERS,
@@ -260,15 +260,74 @@ class OtherTool(OpenModel):
         yield f"{path}.type={NOT_IN_HEADERS.sub('?', self.type)[:64]}"
 
 
-def _tool(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+def tool_kind(value: Any) -> str:
+    """Returns the tag of a tool: a function, or another one."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "other" if isinstance(kind, str) and kind != "function" else "function"
+
+
+def _within(value: Any) -> Any:
+    """Returns a choice whose fields lie flat, as in /v1/responses, in the form of a chat."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("function", "allowed_tools") or kind in value or len(value) == 1:
+        return value
+    return {"type": kind, kind: {name: one for name, one in value.items() if name != "type"}}
+
+
+ChosenTool = Annotated[NamedTool, BeforeValidator(_within)]
+
+
+class Subset(StrictModel):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"] = Field(
+        description="auto: as the model likes; required: some of them."
+    )
+    tools: Annotated[list[ChosenTool], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedTools(StrictModel):
+    """The tools that may be called; the model is told of all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Subset
+
+
+def choice_kind(value: Any) -> str:
+    """Returns the tag of a choice of tools: a text, some tools, or one tool."""
+    if isinstance(value, str):
+        return "text"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
 
 
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
-    Discriminator(_tool),
+    Discriminator(tool_kind),
 ]
+
+
+class NamedFunction(StrictModel):
+    """The one function that has to be called."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+NamedAny = Annotated[
+    Annotated[NamedFunction, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(tool_kind),
+]
+
+
+class AllowedFunctions(StrictModel):
+    """The functions that may be called; the model is told of all."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = Field(
+        description="auto: as the model likes; required: some of them."
+    )
+    tools: Annotated[list[NamedAny], Field(min_length=1, fail_fast=True)]
 
 
 class ChatRequest(BaseRequest):
@@ -301,11 +360,14 @@ class ChatRequest(BaseRequest):
     tool_choice: (
         Annotated[
             Annotated[Literal["auto", "none", "required"], Tag("text")]
-            | Annotated[NamedTool, Tag("named")],
-            Discriminator(lambda value: "text" if isinstance(value, str) else "named"),
+            | Annotated[ChosenTool, Tag("named")]
+            | Annotated[AllowedTools, BeforeValidator(_within), Tag("allowed")],
+            Discriminator(choice_kind),
         ]
         | None
-    ) = optional("auto: as the model likes; none; required: some tool; or one by its name.")
+    ) = optional(
+        "auto: as the model likes; none; required: some tool; one by its name; or some by theirs."
+    )
     parallel_tool_calls: bool | None = optional(
         "A sample may call several tools; true. Otherwise its first call counts."
     )
@@ -313,7 +375,19 @@ class ChatRequest(BaseRequest):
     @property
     def forced(self) -> bool:
         """True if each sample is a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        choice = self.tool_choice
+        mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+        return mode == "required" or isinstance(choice, NamedTool)
+
+    @property
+    def callable_names(self) -> list[str]:
+        """The names of the tools that the choice leaves."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [choice.function.name]
+        if isinstance(choice, AllowedTools):
+            return [tool.function.name for tool in choice.allowed_tools.tools]
+        return [tool.function.name for tool in self.tools or ()]
 
     @property
     def ignored(self) -> list[str]:

@@ -31,8 +31,7 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
             none is forced.
     """
     names = [tool.function.name for tool in request.tools or ()]
-    choice = request.tool_choice
-    chosen = [choice.function.name] if isinstance(choice, NamedTool) else names
+    choice, chosen = request.tool_choice, request.callable_names
     if choice == "required" and not names:
         raise ApiError(
             400,
@@ -40,10 +39,11 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
             param="tool_choice",
             code="invalid_value",
         )
-    if not set(chosen) <= set(names):
+    unknown = [repr(name) for name in dict.fromkeys(chosen) if name not in names]
+    if unknown:
         message = (
-            f"tool_choice names {chosen[0]!r}, which is not among tools: "
-            f"{', '.join(names) or 'there are none'}"
+            f"tool_choice names {', '.join(unknown)}, which {'is' if len(unknown) == 1 else 'are'} "
+            f"not among tools: {', '.join(names) or 'there are none'}"
         )
         raise ApiError(400, message, param="tool_choice", code="invalid_value")
     if not names or choice == "none":
@@ -59,7 +59,8 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
         )
         raise ApiError(400, message, param="tools", code="invalid_value")
     several = request.parallel_tool_calls is not False
-    schemas = {tool.function.name: tool.function.parameters for tool in request.tools or ()}
+    functions = [tool.function for tool in request.tools or ()]
+    schemas = {one.name: one.parameters for one in functions if one.name in chosen}
     rules = CallRules(found or HERMES, frozenset(chosen), forced, several, schemas=schemas)
     if found is None or (forced and found.form and _own(request, rules, None) is None):
         return replace(rules, format=HERMES, told=True)

@@ -7,6 +7,9 @@ beside them, which is the reference. `tests/real/test_real_gguf.py` has a pretra
 from __future__ import annotations
 
 import json
+import logging
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +25,10 @@ from shoal import cli
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.drafting import checkpoints
+from shoal.durable import cache_folder
 from shoal.errors import ModelError, RequestError, UnsupportedModel
-from shoal.models.gguf.gguf_model import _loaded
+from shoal.models.gguf import gguf_model
+from shoal.models.gguf.gguf_model import _loaded, library
 from shoal.models.gguf.gguf_runner import GgufRunner, KeptSequences, LlamaCpp
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.loading import load_runner
@@ -51,9 +56,13 @@ def model(file: Path) -> Iterator[Shoal]:
         yield loaded
 
 
-@pytest.fixture(scope="module")
-def drafted(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shoal]:
-    """The same target with a draft model in a file of its own, much like it."""
+@pytest.fixture(scope="module", params=["near", "self:int4"])
+def drafted(file: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Shoal]:
+    """The same target with a draft model in a file of its own, much like it, or with its own copy in 4 bits."""
+    if request.param == "self:int4":
+        with shoal.load(file, "self:int4", compile="off") as loaded:
+            yield loaded
+        return
     near = tiny_gguf_model()
     noise = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -209,6 +218,35 @@ def test_a_failed_pass_leaves_no_cells(model: Shoal) -> None:
     assert runner.cache.lengths == [3, 2]
     again = runner.feed([1], torch.tensor([[3]]), [1])[0, -1]
     torch.testing.assert_close(again, before, atol=1e-4, rtol=1e-4)
+
+
+def test_a_rejected_draft_leaves_no_cells_in_the_drafters_memory(drafted: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each pass a sequence ends where the pass begins, in the target's memory and in the drafter's."""
+    begin, decode = Sequences.begin, LlamaCpp._decode
+    removed: list[int] = []
+    passes: list[int] = []
+
+    def watched(cache: Sequences, plan: Any) -> None:
+        stored = [cache._stored[slot] for slot in plan.slots]
+        begin(cache, plan)
+        if cache._model is not drafted.target.hf:
+            removed.extend(was - length for length, was in zip(plan.lengths, stored, strict=True) if was > length)
+
+    def decoded(self: LlamaCpp, cache: Sequences, batch: Any) -> None:
+        starts: dict[int, int] = {}
+        for at in range(batch.n_tokens):
+            starts.setdefault(batch.seq_id[at][0], batch.pos[at])
+        for slot, start in starts.items():
+            assert library().llama_memory_seq_pos_max(cache.memory, slot) == start - 1
+        passes.append(batch.n_tokens)
+        decode(self, cache, batch)
+
+    monkeypatch.setattr(Sequences, "begin", watched)
+    monkeypatch.setattr(LlamaCpp, "_decode", decoded)
+    result = drafted.generate(PROMPTS, 2, temperature=0, lookahead=4, **OPTIONS)
+    assert 0 < result.stats.accepted < result.stats.drafted
+    assert len(passes) >= result.stats.rounds
+    assert len(removed) > 3
 
 
 def test_hundreds_of_rows_and_no_more(model: Shoal) -> None:
@@ -390,3 +428,104 @@ def test_kernels_for_amx_are_left_out(built: bytes, kept: bool, tmp_path: Path) 
     file.write_bytes(b"GGUF")
     assert _loaded(Library, file, "cpu") == 1
     assert seen == [kept]
+
+
+def copies() -> list[Path]:
+    """The files of copies in 4 bits, unfinished ones too, of files named "one"."""
+    folder = cache_folder()
+    assert folder is not None
+    return [each for place in folder.glob("copies/one-*") for each in place.iterdir()]
+
+
+@pytest.fixture
+def one(stock: Any, tmp_path: Path) -> Iterator[Path]:
+    """A file of its own, without a copy."""
+    require_llama()
+    yield write_gguf(tmp_path / "one.gguf", stock)
+    for left in copies():
+        left.unlink()
+
+
+def load_copy(file: Path) -> Shoal:
+    return shoal.load(file, "self:int4", compile="off")
+
+
+def test_a_copy_is_written_once_and_anew_for_another_file(
+    one: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shoal")
+    monkeypatch.setattr(gguf_model, "PACE", 0.0)
+    load_copy(one).close()
+    (first,) = copies()
+    told = [record.getMessage() for record in caplog.records if "writing a copy" in record.getMessage()]
+    assert told[0].startswith(f"writing a copy of {one} in 4 bits, once")
+    assert told[-1] == "writing a copy in 4 bits: 25 of 25 tensors"
+    written = first.stat().st_mtime_ns
+    load_copy(one).close()
+    assert copies() == [first]
+    assert first.stat().st_mtime_ns == written
+    first.write_bytes(first.read_bytes()[:9000])  # damaged
+    load_copy(one).close()
+    assert first.stat().st_size > 9000
+    os.utime(one, ns=(1, 1))
+    load_copy(one).close()
+    assert len(copies()) == 1
+    assert copies() != [first]
+
+
+def raised(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"disk_usage": SimpleNamespace(free=1 << 10)}, ModelError, r"takes 0 MiB, and .* has 0 MiB left"),
+        (
+            {"WRITER": "import sys; open(sys.argv[2], 'w').write('x'); sys.exit('no space')"},
+            ModelError,
+            "in 4 bits: no space",
+        ),
+        ({"WRITER": "import os; os.abort()"}, ModelError, "its process ended with -6"),
+        (
+            {"WRITER": "import sys, time; sys.stderr.write('[1/2] a\\n'); sys.stderr.flush(); time.sleep(600)"},
+            KeyboardInterrupt,
+            None,
+        ),
+    ],
+    ids=["full before", "full meanwhile", "killed", "Ctrl-C"],
+)
+def test_nothing_is_left_of_a_copy_that_fails(
+    change: dict[str, Any], error: type[BaseException], words: str | None, one: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes: list[subprocess.Popen[str]] = []
+    monkeypatch.setattr(gguf_model, "PACE", -1.0)
+    for name, value in change.items():
+        if name == "disk_usage":
+            monkeypatch.setattr(gguf_model.shutil, name, lambda _, free=value: free)
+        else:
+            monkeypatch.setattr(gguf_model, name, value)
+    with shoal.load(one, compile="off") as model:
+        start = subprocess.Popen.__enter__
+        monkeypatch.setattr(subprocess.Popen, "__enter__", lambda self: processes.append(self) or start(self))
+        if error is KeyboardInterrupt:
+            monkeypatch.setattr(gguf_model.LOG, "info", lambda text, *_: raised() if "tensors" in text else None)
+        with pytest.raises(error, match=words):
+            model.target.hf.in_4_bits()
+    assert copies() == []
+    assert all(process.poll() is not None for process in processes)
+    assert len(processes) == (0 if "disk_usage" in change else 1)
+
+
+@pytest.mark.parametrize("compile", ["off", "auto"])
+def test_a_file_of_4_bits_has_no_smaller_copy(compile: str, tmp_path: Path) -> None:
+    require_llama()
+    file = write_gguf(tmp_path / "small.gguf", tiny_gguf_model(), kind="Q4_0")
+    with pytest.raises(UnsupportedModel, match=r"take 4\.\d bits each already, so that the copy would be the target"):
+        shoal.load(file, "self:int4", compile=compile)
+
+
+def test_there_is_no_copy_without_a_cache_folder(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_model, "cache_folder", lambda: None)
+    with pytest.raises(UnsupportedModel, match="no copy in 4 bits: there is no cache folder"):
+        load_copy(one)

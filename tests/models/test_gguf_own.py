@@ -302,14 +302,17 @@ def test_features_stay_in_float32_where_that_is_asked_for(tmp_path: Path) -> Non
     assert 0 < float((logits[0] - logits[1]).abs().max()) < 1e-3
 
 
-def test_a_smaller_copy_drafts_for_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Q8_0", "BF16", "F16", "F32"])
+def test_a_smaller_copy_drafts_for_a_file(kind: str, tmp_path: Path) -> None:
     require_llama()
-    file = write_gguf(tmp_path / "tiny.gguf", model_of("llama"), architecture="llama", kind="Q8_0")
+    file = write_gguf(tmp_path / "tiny.gguf", model_of("llama"), architecture="llama", kind=kind)
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": 24, "eos": (), "seed": 3, "rule": "coupled"}
     with shoal.load(file, "self:int4") as model:
         plain = model.generate(PROMPTS, 2, lookahead="off", **options)
         drafted = model.generate(PROMPTS, 2, lookahead=3, **options)
     assert 0 < drafted.stats.accepted < drafted.stats.drafted
+    for role in ("target", "draft"):
+        assert set(drafted.stats.executors[role]) <= {"C decoder", "C layers"}
     assert drafted.stats.rounds < plain.stats.rounds
     for one, other in zip(plain, drafted, strict=True):
         assert [sample.token_ids for sample in one.samples] == [sample.token_ids for sample in other.samples]

@@ -68,6 +68,16 @@ def test_greedy_ids_are_those_of_transformers(family: str, file: Callable[..., P
         assert set(drafted.stats.executors[role]) == {"llama.cpp"}
 
 
+@pytest.mark.parametrize("family", ["jamba", "lfm2"])
+def test_a_copy_in_4_bits_drafts(family: str, file: Callable[..., Path]) -> None:
+    stock = tiny_state_model(family)
+    with shoal.load(file(family), "self:int4") as model:
+        drafted = model.generate(PROMPTS, 3, temperature=0, lookahead=3, **OPTIONS)
+    assert texts(drafted) == [[greedy(stock, prompt, 24)] * 3 for prompt in PROMPTS]
+    assert 0 < drafted.stats.accepted < drafted.stats.drafted
+    assert set(drafted.stats.executors["draft"]) == {"llama.cpp"}
+
+
 @pytest.mark.parametrize("family", ["jamba", "mamba2"])
 def test_a_seed_means_the_same_tokens_alone_and_in_company(family: str, file: Callable[..., Path]) -> None:
     sampling = {"temperature": 1.0, "top_p": 0.9, "seed": 4}

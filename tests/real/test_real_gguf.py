@@ -172,6 +172,22 @@ def test_a_chat_ends_by_its_turn(load: Callable[[str], Shoal]) -> None:
     assert sample.finish_reason == "eos"
 
 
+@pytest.mark.parametrize(("kind", "compile"), [("Q8_0", "auto"), ("BF16", "off")])
+def test_a_copy_in_4_bits_drafts_for_the_file(kind: str, compile: str, folder: Path) -> None:
+    """Of llama.cpp's copy, in Q4_0, fewer drafts are kept than of shoal's: its groups have minima, as the weights' source had."""
+    require_llama()
+    with shoal.load(smollm2_gguf(folder, kind), "self:int4", compile=compile) as model:
+        plain = model.generate(PROMPTS, 2, lookahead="off", **OPTIONS)
+        drafted = model.generate(PROMPTS, 2, lookahead=3, **OPTIONS)
+        assert drafted.stats.drafted * (0.6 if compile == "auto" else 0.4) < drafted.stats.accepted < drafted.stats.drafted
+        assert set(drafted.stats.executors["draft"]) == {"C decoder" if compile == "auto" else "llama.cpp"}
+        assert drafted.stats.rounds < plain.stats.rounds
+        if compile == "auto":
+            assert ids(drafted) == ids(plain)
+        else:
+            require_greedy(model, drafted, MOST_TIES)
+
+
 def test_a_smaller_format_drafts_for_the_model(load: Callable[[str], Shoal], folder: Path) -> None:
     target, draft = smollm2_gguf(folder, "BF16"), smollm2_gguf(folder, "Q4_1")
     with shoal.load(target, draft) as pair:

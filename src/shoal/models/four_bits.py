@@ -1,8 +1,9 @@
 """A copy of a target with its linear layers in 4 bits, which drafts for it.
 
 Weights are rounded in groups (`shoal.models.weights.groups`); all other tensors are the target's.
-The copy proposes a little less well than the target would, and a draft costs a fraction of the
-target's pass: weights are what a pass of few tokens reads.
+For a target that llama.cpp computes, llama.cpp makes and computes the copy. The copy proposes a
+little less well than the target would, and a draft costs a fraction of the target's pass: weights
+are what a pass of few tokens reads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from shoal.errors import UnsupportedModel
 from shoal.models.executors.transformers_models import C_DECODER
+from shoal.models.gguf.gguf_model import LEAST_BITS, no_smaller_copy
+from shoal.models.gguf.gguf_runner import GgufRunner
+from shoal.models.load_report import LOG
 from shoal.models.loading import wrap
 from shoal.models.passes import use_lean_passes
 from shoal.models.quantize import Int8Linear, with_layers
@@ -35,7 +39,9 @@ def four_bit_copy(target: Runner) -> Runner:
     adapters, hooks or other tensors keeps its last copy.
 
     Raises:
-        UnsupportedModel: the kernels in C do not compute the target.
+        ModelError: llama.cpp cannot write a copy.
+        UnsupportedModel: neither the kernels in C nor llama.cpp compute the target, or its weights
+            are as small already.
     """
     known = _copies.of(target.hf)
     version, made = writes(target.hf), known.get("copy")
@@ -46,6 +52,8 @@ def four_bit_copy(target: Runner) -> Runner:
 
 
 def _made(target: Runner) -> Runner:
+    if isinstance(target, GgufRunner):
+        return target.in_4_bits()
     reason = target.absent.get(C_DECODER)
     if target.device.type != "cpu" or missing():
         reason = missing() or f"the kernels for it compute on a CPU, and {target.device} is none"
@@ -53,6 +61,10 @@ def _made(target: Runner) -> Runner:
         reason = "the kernels in C do not compute its passes"
     if reason is not None:
         raise UnsupportedModel(f"{target.name} has no copy in 4 bits: {reason}")
+    bits = _bits(target.hf)
+    if bits < LEAST_BITS:
+        raise UnsupportedModel(no_smaller_copy(target.name, bits))
+    LOG.info("rounding a copy of %s to 4 bits", target.name)
     runner = wrap(_rounded(target.hf, target.name), f"{target.name} in 4 bits", checked=False)
     use_lean_passes(runner)
     if runner.lean is None:
@@ -60,6 +72,22 @@ def _made(target: Runner) -> Runner:
             f"{target.name} has no copy in 4 bits: {runner.absent.get(C_DECODER)}"
         )
     return runner
+
+
+def _bits(hf: Any) -> float:
+    """Returns the bits that a weight of a linear layer takes, scales and minima included."""
+    bits = weights = 0.0
+    for layer in hf.modules():
+        if isinstance(layer, GroupLinear):
+            outputs, inputs = layer.matrix.shape
+            of_weight = 8 * layer.matrix.panels.nbytes / (outputs * inputs)
+        elif isinstance(layer, (*LINEARS, Int8Linear)):
+            of_weight = 8 * plain(layer.weight).itemsize
+        else:
+            continue
+        size = layer.in_features * layer.out_features
+        bits, weights = bits + of_weight * size, weights + size
+    return bits / weights
 
 
 def _rounded(hf: Any, name: str) -> Any:

@@ -65,6 +65,13 @@ def gguf_of(
     return path
 
 
+def parts_of(name: str) -> list[str]:
+    """Returns the names of all parts of a model, given a GGUF file or the first of its parts."""
+    parts = PARTS.search(name)
+    last = int(parts[1]) if parts else 1
+    return [PARTS.sub(f"-{i:05}-of-{last:05}.gguf", name) for i in range(1, last + 1)]
+
+
 def require_magic(file: Path) -> None:
     """Raises ModelError for a file that does not begin as GGUF files do."""
     try:
@@ -83,9 +90,7 @@ def _downloaded(hub: str, name: str, revision: str | None, local_files_only: boo
     """Returns a file of the Hub, or the first of a model's parts."""
     from huggingface_hub import constants, hf_hub_download
 
-    parts = PARTS.search(name)
-    last = int(parts[1]) if parts else 1
-    names = [PARTS.sub(f"-{i:05}-of-{last:05}.gguf", name) for i in range(1, last + 1)]
+    names = parts_of(name)
     local = local_files_only or bool(constants.HF_HUB_OFFLINE) or _unreachable(constants.ENDPOINT)
     try:
         files = [

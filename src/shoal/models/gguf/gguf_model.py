@@ -1,13 +1,23 @@
 """The model of a GGUF file: weights in llama.cpp, and facts as a Transformers model has them.
 
-The library is used by the low-level functions of llama-cpp-python, the extra `gguf`.
+The library is used by the low-level functions of llama-cpp-python, the extra `gguf`. A copy of the
+model in 4 bits is a file in the cache folder. Another process writes it, which can be ended at any
+time: on Ctrl-C, and when a disk is full, nothing is left of it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +27,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from shoal.durable import cache_folder, sync
 from shoal.errors import ModelError, RequestError, UnsupportedModel
+from shoal.models.load_report import LOG
+from shoal.models.sources import parts_of
 
 INSTALL = (
     "GGUF files need llama.cpp: pip install '.[gguf]'. Where there is no wheel for this "
@@ -77,6 +90,8 @@ class GgufModel(nn.Module):
         device: "auto" for the devices that this build of llama.cpp has, or "cpu".
 
     Attributes:
+        file: the file.
+        asked_device: the device.
         handle: llama.cpp's pointer to the model.
         vocab: llama.cpp's pointer to the model's vocabulary.
         config: facts that other code reads of a Transformers model.
@@ -100,7 +115,7 @@ class GgufModel(nn.Module):
 
     def __init__(self, file: Path, device: str = "auto") -> None:
         super().__init__()
-        self.file = file
+        self.file, self.asked_device = file, device
         lib = library()
         self.handle = _loaded(lib, file, device)
         weakref.finalize(self, lib.llama_model_free, self.handle)
@@ -175,6 +190,26 @@ class GgufModel(nn.Module):
         config.model_type = self.metadata("general.architecture")
         return config
 
+    def in_4_bits(self) -> GgufModel:
+        """Returns the model of a copy of the file in 4 bits, which is written where it is missing.
+
+        Raises:
+            ModelError: llama.cpp cannot write it, or there is no room for it.
+            UnsupportedModel: the file is as small already, or there is no folder for the copy.
+        """
+        bits = 8 * self.parameter_bytes / self.parameter_count
+        if bits < LEAST_BITS:
+            raise UnsupportedModel(no_smaller_copy(str(self.file), bits))
+        place = _place_of_copy(self.file)
+        if place.is_file():
+            with suppress(ModelError):  # damaged since it was written
+                return GgufModel(place, self.asked_device)
+        try:
+            _write_copy(self, place)
+        except OSError as error:
+            raise ModelError(f"{self.file}: a copy in 4 bits cannot be written: {error}") from error
+        return GgufModel(place, self.asked_device)
+
     # ── the interface of a Transformers model ─────────────────────────────────────────────────────
 
     def get_output_embeddings(self) -> Any:
@@ -220,3 +255,101 @@ def _require_rows(lib: Any, handle: Any, file: Path, architecture: str) -> None:
         if holds:
             lib.llama_model_free(handle)
             raise UnsupportedModel(f"{file} ({architecture}) is not supported: {reason}")
+
+
+# ── the copy in 4 bits ──────────────────────────────────────────────────────────────────────────
+
+LEAST_BITS = 6
+"""The bits of a weight from which on a copy in 4 bits takes much less time to read."""
+COPY_BITS = 5
+"""The most bits of a weight of a copy: 4.5 of Q4_0, and a head in more."""
+WRITER = """
+import ctypes, os, signal, sys
+import llama_cpp as lib
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+asked = lib.llama_model_quantize_default_params()
+asked.ftype, asked.allow_requantize = lib.LLAMA_FTYPE_MOSTLY_Q4_0, True
+asked.nthread = int(sys.argv[3])
+source, copy = map(os.fsencode, sys.argv[1:3])
+sys.exit(lib.llama_model_quantize(source, copy, ctypes.byref(asked)) != 0)
+"""
+"""The program of the process that writes a copy. Its lines on stderr begin with "[n/tensors]"."""
+EDITION = "1"
+"""The edition of the copies, to be changed with the program."""
+PACE = 2.0
+"""The seconds from one line of progress to the next."""
+ABANDONED = 3600.0
+"""The seconds after which an unfinished copy that nobody writes to is removed."""
+
+
+def no_smaller_copy(name: str, bits: float) -> str:
+    """Returns the sentence that refuses a copy of weights that are as small."""
+    return (
+        f"{name} has no copy in 4 bits to draft for it: its weights take {bits:.1f} bits each "
+        f"already, so that the copy would be the target itself"
+    )
+
+
+def _place_of_copy(file: Path) -> Path:
+    """Returns the place of a file's copy, which changes with the file and with llama.cpp."""
+    folder = cache_folder()
+    if folder is None:
+        raise UnsupportedModel(f"{file} has no copy in 4 bits: there is no cache folder for it")
+    stats = [Path(part).stat() for part in parts_of(str(file))]
+    facts = [f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats]
+    facts += [EDITION, str(library().__version__)]
+    name, state = (
+        hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        for text in (str(file.resolve()), " ".join(facts))
+    )
+    return folder / "copies" / f"{file.stem}-{name}" / f"{state}.gguf"
+
+
+def _write_copy(model: GgufModel, place: Path) -> None:
+    """Writes a copy under another name, then under its own; copies of earlier states go.
+
+    Raises:
+        ModelError, OSError: it cannot be written; nothing is left of it.
+    """
+    folder, need = place.parent, COPY_BITS * model.parameter_count // 8
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ModelError(
+            f"{model.file}: its copy in 4 bits takes {need >> 20} MiB, and {folder} has "
+            f"{free >> 20} MiB left"
+        )
+    LOG.info("writing a copy of %s in 4 bits, once: %d MiB in %s", model.file, need >> 20, folder)
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as stream:
+        unfinished = Path(stream.name)
+    try:
+        _run_writer(model.file, unfinished)
+        with unfinished.open("r+b") as stream:
+            sync(stream)
+        unfinished.replace(place)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    for other in folder.iterdir():
+        with suppress(OSError):
+            age = time.time() - other.stat().st_mtime
+            if other != place and (other.suffix != ".part" or age > ABANDONED):
+                other.unlink()
+
+
+def _run_writer(source: Path, copy: Path) -> None:
+    program = [sys.executable, "-c", WRITER, str(source), str(copy), str(torch.get_num_threads())]
+    piped: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    line, told_at = "", time.monotonic()
+    with subprocess.Popen(program, text=True, errors="replace", **piped) as writer:
+        try:
+            for line in writer.stderr or ():
+                done = re.match(r"\[ *(\d+)/ *(\d+)\]", line)
+                if done and time.monotonic() - told_at > PACE:
+                    told_at = time.monotonic()
+                    LOG.info("writing a copy in 4 bits: %s of %s tensors", *done.groups())
+            code = writer.wait()
+        finally:
+            writer.kill()
+    if code:
+        reason = line.strip() or f"its process ended with {code}"
+        raise ModelError(f"{source}: llama.cpp cannot write a copy in 4 bits: {reason}")

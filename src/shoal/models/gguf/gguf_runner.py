@@ -162,6 +162,10 @@ class GgufRunner(Runner):
         other._executor = LlamaCpp(self.hf)
         return other
 
+    def in_4_bits(self) -> GgufRunner:
+        """Returns a runner of a copy of the file in 4 bits, see `GgufModel.in_4_bits`."""
+        return GgufRunner(self.hf.in_4_bits(), f"{self.name} in 4 bits")
+
     @torch.inference_mode()
     def plain_logits(self, tokens: Tensor) -> Tensor:
         """Returns logits [rows, q, vocab] of tokens [rows, q].

@@ -8,7 +8,13 @@ ARG DEVICE=cpu
 FROM python:${PYTHON_VERSION}-slim-bookworm AS wheel
 WORKDIR /build
 COPY pyproject.toml README.md LICENSE ./
+COPY scripts/carried_kernels.py scripts/
 COPY src src
+# The wheel carries kernels, by which a container computes until its own are compiled
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:${PYTHON_VERSION}-slim-bookworm AS environment

@@ -1,7 +1,8 @@
 """Builds shoal's wheel and source distribution, and checks what users will install:  make package
 
-Twine reads the metadata, the lists of files are compared with the repository, and the wheel is used: unpacked in a temporary
-directory, or, with --python, installed in another environment, it runs `shoal demo` and `shoal serve` in an empty directory.
+Twine reads the metadata, the lists of files are compared with the repository, and the wheel is used: installed in a temporary
+directory, or, with --python, in another environment, it runs `shoal demo` and `shoal serve` in an empty directory, without a C
+compiler and without kernels of earlier runs: by those that it carries.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -23,7 +25,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from carried_kernels import module_of
+
 ROOT = Path(__file__).resolve().parents[1]
+LEVELS = module_of(ROOT).LEVELS
 SECONDS = 240
 """Longest wait for a command that is used; it takes ten seconds on an idle core."""
 
@@ -40,6 +45,9 @@ NEEDED_SOURCES = (
     "PKG-INFO", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "DESIGN.md", "constraints.txt", "Makefile",
     "Dockerfile", "deploy/*", "docs/*.md", "scripts/setup.sh", "tests/*/test_*.py", "benchmarks/*.py",
 )  # fmt: skip
+CARRIED = "shoal/native/carried/"
+NEON = "aarch64-linux-gnu-gcc"
+"""A compiler for another machine; where it is there, a wheel with NEON is built, too."""
 REFUSED_SOURCES = (".git/*", ".venv/*", "build/*", "dist/*", "*.pyc", "*/__pycache__/*")
 
 
@@ -51,8 +59,18 @@ def wheel_faults(names: Collection[str], package: Collection[str]) -> Iterator[s
     """
     own = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
     yield from (f"the wheel has no {name}" for name in sorted(set(package) - own))
-    yield from (f"the wheel has {name}, which is no file of the package" for name in sorted(own - set(package)))
+    more = {name for name in own - set(package) if not fnmatch(name, f"{CARRIED}*.so")}
+    yield from (f"the wheel has {name}, which is no file of the package" for name in sorted(more))
     yield from (f"the wheel has nothing like {pattern}" for pattern in NEEDED if not _matching(names, pattern))
+
+
+def carried_faults(names: Collection[str], machine: str) -> Iterator[str]:
+    """The levels of instructions that a wheel for a machine should carry kernels for, and does not; and what it should not."""
+    levels = LEVELS.get(machine, ())
+    yield from (
+        f"the wheel has no kernels for {level}" for level in levels if not _matching(names, f"{CARRIED}{level}-*.so")
+    )
+    yield from (f"the wheel has {name}" for name in _matching(names, f"{CARRIED}*")[len(levels) :])
 
 
 def source_faults(names: Collection[str], package: Collection[str]) -> Iterator[str]:
@@ -67,9 +85,9 @@ def _matching(names: Collection[str], pattern: str) -> list[str]:
 
 
 def package_files(root: Path = ROOT) -> set[str]:
-    """The files of the package in the repository, without what Python compiled, as `shoal/...`."""
-    source = root / "src"
-    files = (file for file in (source / "shoal").rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    """The files of the package in the repository, without what was compiled, as `shoal/...`."""
+    source, made = root / "src", {"__pycache__", "carried"}
+    files = (file for file in (source / "shoal").rglob("*") if file.is_file() and made.isdisjoint(file.parts))
     return {file.relative_to(source).as_posix() for file in files}
 
 
@@ -83,6 +101,20 @@ def build(place: Path) -> tuple[Path, Path]:
     return wheel, sources
 
 
+def check_neon(place: Path) -> None:
+    """Builds the wheel for another machine, where there is a compiler for it. Raises SystemExit if it lacks kernels."""
+    if shutil.which(NEON) is None:
+        print(f"no wheel with NEON is built: there is no {NEON}")
+        return
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(ROOT)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "CC": NEON, "SHOAL_CARRY": "aarch64"})
+    (wheel,) = place.glob("*aarch64.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        if faults := list(carried_faults(opened.namelist(), "aarch64")):
+            raise SystemExit("\n".join(["check_package: wrong kernels", *faults]))
+    print(f"{wheel.name}: {_mb(wheel.stat().st_size)}")
+
+
 def check_files(wheel: Path, sources: Path) -> None:
     """Prints sizes. Raises SystemExit for files that are missing, or that should not be there."""
     package = package_files()
@@ -91,11 +123,14 @@ def check_files(wheel: Path, sources: Path) -> None:
     with tarfile.open(sources) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     faults = [*wheel_faults(sizes, package), *source_faults(names, package)]
+    if shutil.which("cc"):
+        faults += carried_faults(sizes, platform.machine())
     if faults:
         raise SystemExit("\n".join(["check_package: wrong files", *faults]))
     weights = sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
     print(f"{wheel.name}: {_mb(wheel.stat().st_size)}, {len(sizes)} files, {_mb(sum(sizes.values()))} unpacked")
-    print(f"    of these {_mb(weights)} are weights of the bundled pair")
+    kernels = sum(size for name, size in sizes.items() if name.startswith(CARRIED))
+    print(f"    of these {_mb(weights)} are weights of the bundled pair, {_mb(kernels)} kernels in C")
     print(f"{sources.name}: {_mb(sources.stat().st_size)}, {len(names)} files")
 
 
@@ -109,12 +144,14 @@ class Installed:
     def __init__(self, python: str, place: Path | None, empty: Path) -> None:
         self._python, self._empty = python, empty
         self._environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        self._environment |= {"CC": "/bin/false", "XDG_CACHE_HOME": str(empty.parent / "cache"), "SHOAL_MARCH": ""}
         self._environment.pop("PYTHONPATH", None)
         if place is not None:
             self._environment["PYTHONPATH"] = str(place)
         where = Path(self._run("-c", "import shoal; print(shoal.__file__)").strip())
         if ROOT in where.parents or (place is not None and place not in where.parents):
             raise SystemExit(f"check_package: {python} does not use the wheel, but {where}")
+        self.carries = any((where.parent / "native/carried").glob("*.so"))
 
     def _run(self, *arguments: str) -> str:
         command = [self._python, *arguments]
@@ -155,8 +192,12 @@ class Installed:
                 raise SystemExit(f"{said.read()}\ncheck_package: shoal serve ended with {process.returncode}")
 
 
-def check_demo(shown: dict[str, Any]) -> None:
-    """Prints what the demo counted. Raises SystemExit if it did not speculate, or not exactly."""
+def check_demo(shown: dict[str, Any], carried: bool) -> None:
+    """Prints what the demo counted. Raises SystemExit if it did not speculate, or not exactly.
+
+    Args:
+        carried: True if the wheel carries kernels, which must have computed.
+    """
     plain, drafted = shown["plain"], shown["speculative"]
     counts = {name: drafted[name] for name in ("rounds", "drafted", "accepted", "committed")}
     print(f"shoal demo: {counts}, plain decoding {plain['rounds']} rounds, greedy identical {shown['greedy_identical']}")
@@ -166,9 +207,11 @@ def check_demo(shown: dict[str, Any]) -> None:
         and drafted["committed"] == plain["committed"]
     ):  # fmt: skip
         raise SystemExit("check_package: the demo did not do what it should")
-    passes = shown["loaded"]["target"]["attention"]
-    if shutil.which("cc") and passes != "native":
-        raise SystemExit(f"check_package: there is a C compiler, and attention is {passes}: the kernels were not compiled")
+    target = shown["loaded"]["target"]
+    used = {name: target.get(name, "") for name in ("attention", "passes", "kernels")}
+    print(f"    by {used}")
+    if carried and not (used["passes"] == "C decoder" and used["kernels"].startswith("carried, ")):
+        raise SystemExit(f"check_package: the wheel carries kernels, and it computed by {used}")
 
 
 def check_server(url: str) -> None:
@@ -214,14 +257,15 @@ def main() -> None:
         wheel, sources = build(arguments.dist)
         subprocess.run([sys.executable, "-m", "twine", "--no-color", "check", "--strict", wheel, sources], check=True)
         check_files(wheel, sources)
+        check_neon(arguments.dist)
     with tempfile.TemporaryDirectory() as temporary:
         place, empty = Path(temporary, "unpacked"), Path(temporary, "empty")
         empty.mkdir()
         if arguments.python is None:
-            with zipfile.ZipFile(wheel) as opened:
-                opened.extractall(place)
+            pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+            subprocess.run([*pip, "--target", place, wheel], check=True)  # refuses a wheel for another platform
         shoal = Installed(arguments.python or sys.executable, None if arguments.python else place, empty)
-        check_demo(shoal.demo())
+        check_demo(shoal.demo(), shoal.carries)
         with shoal.serving() as url:
             check_server(url)
         if left := [file.name for file in empty.iterdir()]:

@@ -94,7 +94,7 @@ LANES = {
     **{f"python-{version}": Lane(version, tests=ENDS.get(version, "")) for version in PYTHONS},
     "oldest": Lane("here", OLDEST, tests=ROOMS, quick=QUICK),
     "newest": Lane("here", {"transformers": ""}, tests=ROOMS, quick=QUICK),
-    "no-compiler": Lane("", {}, {"CC": "/bin/false"}, f"{ROOMS} {KERNELS}", QUICK),
+    "no-compiler": Lane("", {}, {"CC": "/bin/false", "SHOAL_MARCH": "native"}, f"{ROOMS} {KERNELS}", QUICK),
     "x86-64-v2": Lane("", {}, {"SHOAL_MARCH": "x86-64-v2"}, KERNELS, "kernels/test_native.py"),
     "x86-64-v3": Lane("", {}, {"SHOAL_MARCH": "x86-64-v3", "ONEDNN_MAX_CPU_ISA": "AVX2"}, KERNELS, "kernels/test_native.py"),
     "x86-64-v4": Lane(
@@ -137,8 +137,7 @@ def lacking(lane: Lane) -> str:
     """
     from shoal.native import build
 
-    needed = build.NEEDED.get(lane.variables.get("SHOAL_MARCH", ""), "")
-    return "" if needed in {"", *build.instructions()} else needed
+    return build.lacked(lane.variables.get("SHOAL_MARCH", ""))
 
 
 def installed(name: str, lane: Lane, python: str) -> bool:

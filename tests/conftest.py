@@ -26,6 +26,7 @@ os.environ.update(
     TRANSFORMERS_VERBOSITY="error",
     TOKENIZERS_PARALLELISM="false",
 )
+os.environ.setdefault("SHOAL_MARCH", "native")  # all processes of a run compute by the same kernels, none by carried ones
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -96,7 +97,7 @@ def pytest_collection_finish() -> None:
 
 
 MAIN = "PYTEST_XDIST_WORKER" not in os.environ
-KERNELS = Path(__file__).parents[1] / ".pytest_cache" / f"kernels{os.environ.get('SHOAL_MARCH', '')}"
+KERNELS = Path(__file__).parents[1] / ".pytest_cache" / f"kernels-{os.environ['SHOAL_MARCH']}"
 """Where one run leaves the kernels in C that it has compiled, for the next one: their names have a digest of their sources."""
 
 

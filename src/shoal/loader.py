@@ -78,9 +78,9 @@ def load(
             to run: in 16 bit, where tokens depend on the batch, give a number, or `strict`, for a
             seed's tokens to hold.
         compile: "on": CUDA graphs (see `shoal.models.compiled`), or on a CPU kernels in C (see
-            `shoal.native`), compiled once per machine in about two seconds; "off": neither; "auto":
-            on, on a CPU only if there is a C compiler; "modules": as "auto", but the model's own
-            modules compute all but attention.
+            `shoal.native`), carried or compiled once per machine; "off": neither; "auto": on, on a
+            CPU only if there are kernels; "modules": as "auto", but the model's own modules compute
+            all but attention.
         quantize: "target=int8,draft=int8" or a mapping; formats int8, fp8 (CUDA only), off. A
             quantised target is the model that is then decoded losslessly.
         strict: True = tokens do not depend on the composition of the batch, in 16 bit either

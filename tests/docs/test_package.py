@@ -1,6 +1,6 @@
 """What `scripts/check_package.py` finds in distributions, and what their metadata say. `make package` builds and uses them.
 
-Tests of: scripts/check_package.py; pyproject.toml.
+Tests of: scripts/check_package.py, scripts/carried_kernels.py; pyproject.toml.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from email.message import Message
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import build.util
@@ -17,6 +18,7 @@ import trove_classifiers
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import carried_kernels
 import check_package
 import shoal
 from readme import ROOT
@@ -86,6 +88,46 @@ def test_sources_have_what_tests_need_and_no_builds(package: set[str]) -> None:
     }  # fmt: skip
 
 
+def test_kernels_that_a_wheel_lacks_are_named() -> None:
+    names = [f"shoal/native/carried/x86-64-v{level}-0-1.so" for level in (3, 4)]
+    assert list(check_package.carried_faults(names, "x86_64")) == []
+    assert list(check_package.carried_faults(names[1:], "x86_64")) == ["the wheel has no kernels for x86-64-v3"]
+    assert list(check_package.carried_faults(names, "riscv64")) == [f"the wheel has {name}" for name in names]
+    assert list(check_package.wheel_faults({*names, "shoal/native/carried/x.o"}, {"shoal/x.py"}))[:2] == [
+        "the wheel has no shoal/x.py", "the wheel has shoal/native/carried/x.o, which is no file of the package"
+    ]  # fmt: skip
+
+
+def test_a_wheel_s_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, folder = tmp_path / "cc", tmp_path / "src/shoal/native/carried"
+    compiler.write_text(
+        '#!/bin/sh\necho "$@" >> "$0.log"; while [ "$1" != -o ]; do shift; done; echo GLIBC_2.31 > "$2"\n', encoding="utf-8"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    folder.mkdir(parents=True)
+    for stale in ("x86-64-v3-0-1", "another-0-1"):
+        (folder / f"{stale}.so").touch()
+    compiling = carried_kernels.module_of(ROOT)
+    made = carried_kernels.carry(tmp_path, "x86_64", compiling)
+    levels = {place.stem.rsplit("-", 2)[0] for place in made}
+    assert levels == {"x86-64-v3", "x86-64-v4"}
+    assert {*folder.iterdir()} == {*made, folder / "another-0-1.so"}
+    log = Path(f"{compiler}.log").read_text(encoding="utf-8")
+    assert all(f"-march={level} -c" in log for level in levels)
+    assert len(log.splitlines()) == 4  # two objects, each linked
+    assert carried_kernels.carry(tmp_path, "x86_64", compiling) == made
+    made[0].write_bytes(b"damaged")
+    assert carried_kernels.carry(tmp_path, "x86_64", compiling) == made
+    assert len(Path(f"{compiler}.log").read_text(encoding="utf-8").splitlines()) == 6
+    assert carried_kernels.platform_tag("x86_64", [place.read_bytes() for place in made]) == "manylinux_2_31_x86_64"
+    assert carried_kernels.platform_tag("x86_64", [b"GLIBC_2.4"]) == "manylinux_2_17_x86_64"
+    assert carried_kernels.platform_tag("x86_64", [b"musl"]) == "linux_x86_64"
+    monkeypatch.setenv("CC", "/bin/false")
+    with pytest.raises(compiling.NotBuilt):
+        carried_kernels.carry(tmp_path / "src", "aarch64", compiling)
+
+
 # ── use ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -94,11 +136,11 @@ def shown(**changes: Any) -> dict[str, Any]:
     plain = {"rounds": 32, "target_passes": 32, "committed": 128}
     drafted = {"rounds": 7, "drafted": 100, "accepted": 90, "committed": 128, **changes.pop("speculative", {})}
     made = {"plain": plain, "speculative": drafted, "greedy_identical": True, "greedy": {"drafted": 9}}
-    return {**made, "loaded": {"target": {"attention": "native"}}, **changes}
+    return {**made, "loaded": {"target": {"passes": "C decoder", "kernels": "carried, x86-64-v3"}}, **changes}
 
 
 def test_a_demo_that_speculates_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    check_package.check_demo(shown())
+    check_package.check_demo(shown(), carried=True)
     assert "'rounds': 7, 'drafted': 100, 'accepted': 90" in capsys.readouterr().out
 
 
@@ -111,7 +153,14 @@ def test_a_demo_that_speculates_passes(capsys: pytest.CaptureFixture[str]) -> No
 )  # fmt: skip
 def test_a_demo_that_does_not_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(SystemExit, match="did not do what it should"):
-        check_package.check_demo(shown(**changes))
+        check_package.check_demo(shown(**changes), carried=True)
+
+
+@pytest.mark.parametrize("target", [{"passes": "modules"}, {"passes": "C decoder"}])
+def test_a_demo_by_other_kernels_than_the_wheel_s_is_refused(target: dict[str, str]) -> None:
+    check_package.check_demo(shown(loaded={"target": target}), carried=False)
+    with pytest.raises(SystemExit, match="the wheel carries kernels, and it computed by"):
+        check_package.check_demo(shown(loaded={"target": target}), carried=True)
 
 
 def test_a_wheel_that_is_not_used_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

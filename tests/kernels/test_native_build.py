@@ -1,6 +1,6 @@
 """How the kernels in C are built: once per machine, by anybody at any time, and what happens where they cannot be.
 
-Tests of: models.lean.forward, models.attention.native, native.build.
+Tests of: models.lean.forward, models.attention.native, native.build, native.compiling.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shlex
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from shoal.errors import RequestError
 from shoal.models.attention import native as native_attention
 from shoal.models.executors.transformers_models import C_DECODER, MODULES
 from shoal.native import build as building
+from shoal.native import compiling
 from shoal.native.build import NotBuilt
 from shoal.testing import save_pair
 
@@ -61,6 +63,7 @@ class Calls:
         monkeypatch.setenv("CC", shlex.quote(counted))
         monkeypatch.setenv("XDG_CACHE_HOME", str(place / "kept"))
         monkeypatch.setattr(tempfile, "tempdir", str(place / "temporary"))
+        monkeypatch.setattr(building, "CARRIED", place / "carried")
         (place / "temporary").mkdir()
 
     @property
@@ -91,7 +94,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Path) -> Cal
 
 def built() -> Any:
     """The kernels as a new process gets them; they compute."""
-    made = building._kept_or_made()
+    made, _ = building._chosen()
     with patch.object(native_attention, "library", lambda: made):
         assert excess(build([9, 3], [2, 1], torch.float32)) <= 1
     return made
@@ -127,7 +130,7 @@ def test_kernels_for_other_processors(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(building, "instructions", lambda: frozenset({"sse42"}))
     built()
     monkeypatch.setenv("SHOAL_MARCH", "x86-64-v3")
-    with pytest.raises(NotBuilt, match="SHOAL_MARCH=x86-64-v3: this processor has no avx2"):
+    with pytest.raises(NotBuilt, match=r"SHOAL_MARCH=x86-64-v3: this processor has no abm, avx2, bmi1"):
         built()
 
 
@@ -180,7 +183,7 @@ def test_a_damaged_library_is_compiled_again(damage: str, calls: Calls) -> None:
     before = calls.compiled
     built()
     assert calls.compiled == before + 1
-    assert [path.stem.endswith(building._digest(path.read_bytes())) for path in calls.kept] == [True]
+    assert [path.stem.endswith(building.digest(path.read_bytes())) for path in calls.kept] == [True]
 
 
 def test_a_library_that_cannot_be_loaded_is_compiled_again(calls: Calls) -> None:
@@ -189,7 +192,7 @@ def test_a_library_that_cannot_be_loaded_is_compiled_again(calls: Calls) -> None
     (place,) = calls.kept
     text = b"no library"
     place.unlink()
-    (place.parent / f"{place.stem.rpartition('-')[0]}-{building._digest(text)}.so").write_bytes(text)
+    (place.parent / f"{place.stem.rpartition('-')[0]}-{building.digest(text)}.so").write_bytes(text)
     built()
     built()
     assert calls.compiled == 2
@@ -203,7 +206,7 @@ def test_two_processes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         if not child:
             code = 1
             try:
-                building._kept_or_made()
+                building._chosen()
                 code = 0
             finally:
                 os._exit(code)
@@ -233,6 +236,119 @@ def test_a_compiler_without_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     built()
 
 
+# ── carried kernels ──
+
+
+V3, V4 = (building.NEEDED[level] for level in ("x86-64-v3", "x86-64-v4"))
+
+
+@pytest.fixture
+def carried(calls: Calls, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder with kernels for two levels: copies of the machine's own, which any processor of a test may run."""
+    folder = tmp_path / "carried"
+    folder.mkdir()
+    for level in building.LEVELS["x86_64"]:
+        copy = shutil.copy(library, folder / "copy.so")
+        compiling.keep(Path(copy), folder, f"{level}-{building.digest_of(building.sources())}")
+    monkeypatch.setattr(building, "instructions", lambda: V4)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv("SHOAL_MARCH")
+    return folder
+
+
+def of_level(folder: Path, level: str) -> Path:
+    (place,) = folder.glob(f"{level}-*.so")
+    return place
+
+
+def without_compiler() -> tuple[str, str]:
+    """The path of the kernels, which compute, and the remark on them."""
+    with patch.dict(os.environ, CC="/bin/false"):
+        made = built()
+        return made._name, building._chosen()[1]
+
+
+@pytest.mark.parametrize(
+    ("known", "level"), [(V4, "v4"), (V4 - {"avx512vl"}, "v3"), (V4 - {"avx512f"}, "v3"), (V3, "v3"), (V3 - {"movbe"}, "")]
+)
+def test_no_kernels_are_loaded_that_the_processor_cannot_run(
+    known: frozenset[str], level: str, carried: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    load = building.loaded
+    monkeypatch.setattr(building, "loaded", lambda place: opened.append(place.name[:9]) or load(place))
+    monkeypatch.setattr(building, "instructions", lambda: known)
+    if level:
+        place, remark = without_compiler()
+        assert place == str(of_level(carried, f"x86-64-{level}"))
+        assert remark == f"carried, x86-64-{level} (/bin/false failed: 1)"
+    else:
+        with pytest.raises(NotBuilt, match=r"^/bin/false failed: 1$"):
+            without_compiler()
+    assert set(opened) == ({f"x86-64-{level}"} if level else set())
+
+
+def test_carried_kernels_that_are_damaged_or_of_other_sources_are_not_used(carried: Path, calls: Calls) -> None:
+    best, other = of_level(carried, "x86-64-v4"), of_level(carried, "x86-64-v3")
+    whole = best.read_bytes()
+    best.unlink()
+    best.write_bytes(whole[: len(whole) // 2])
+    place, remark = without_compiler()
+    assert (place, remark) == (
+        str(other), "carried, x86-64-v3 (/bin/false failed: 1; carried kernels for x86-64-v4 are damaged)"
+    )  # fmt: skip
+    other.rename(carried / f"x86-64-v3-{building.digest(b'older')}-{building.digest(whole)}.so")
+    faults = "carried kernels for x86-64-v4 are damaged; carried kernels for x86-64-v3 are of other sources"
+    with pytest.raises(NotBuilt, match=f"^/bin/false failed: 1; {faults}$"):
+        without_compiler()
+    assert building._chosen()[1] == faults
+    assert calls.compiled == 1
+    assert building._chosen()[1] == ""
+
+
+def test_carried_kernels_that_do_not_load_are_not_used(carried: Path) -> None:
+    text = b"no library"
+    of_level(carried, "x86-64-v4").unlink()
+    (carried / f"x86-64-v4-{building.digest_of(building.sources())}-{building.digest(text)}.so").write_bytes(text)
+    place, remark = without_compiler()
+    assert place == str(of_level(carried, "x86-64-v3"))
+    assert "file too short" in remark or "invalid" in remark
+
+
+def test_the_machine_s_own_are_compiled_behind_carried_ones(carried: Path, calls: Calls) -> None:
+    """Of two processes at once one compiles; those that follow use what it made."""
+    assert built()._name == str(of_level(carried, "x86-64-v4"))
+    building._Own.here().make_in_background()
+    for _ in range(600):
+        if made := list(calls.folder.glob("kernels-*.so")):
+            break
+        time.sleep(0.1)
+    assert [built()._name] == [str(place) for place in made]
+    assert calls.compiled == 1
+    assert not list(calls.folder.glob("compiling-*"))
+
+
+def test_kernels_of_a_level_that_is_asked_for(carried: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_MARCH", "x86-64-v3")
+    assert built()._name == str(of_level(carried, "x86-64-v3"))
+    assert calls.compiled == 0
+    monkeypatch.setenv("SHOAL_MARCH", "native")
+    assert Path(built()._name).parent != carried
+    assert calls.compiled == 1
+
+
+def test_a_report_names_carried_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = save_pair(tmp_path)
+    assert "kernels" not in shoal.load(target).loaded["target"]
+    monkeypatch.setattr(building, "_attempt", lambda: (library_here, "carried, x86-64-v3"))
+    library_here = building._chosen()[0]
+    model = shoal.load(target)
+    assert model.loaded["target"]["kernels"] == "carried, x86-64-v3"
+    runner = model.target.fork()
+    runner.memory.reserve(1, 8)
+    assert " (kernels: carried, x86-64-v3" in str(runner.explain([0], [1]))
+
+
 # ── where they cannot be built ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -246,7 +362,7 @@ def test_a_compiler_without_openmp(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_why_there_are_none(body: str, reason: str, tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "SECONDS", 0.5)
+    monkeypatch.setattr(compiling, "SECONDS", 0.5)
     monkeypatch.setenv("CC", script(tmp_path / "cc", body))
     with pytest.raises(NotBuilt, match=reason):
         built()

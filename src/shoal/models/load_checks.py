@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shoal.durable import cache_folder
-from shoal.native.build import instructions, missing
+from shoal.native.build import instructions, missing, remark
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-8, torch.float16: 1e-4, torch.bfloat16: 0.005}
 """The largest divergence that rounding explains, in nats.
@@ -134,7 +134,7 @@ def kept_checks(source: str | Path, **settings: object) -> KeptChecks:
         *sorted(instructions()),
         platform.machine(),
         os.environ.get("SHOAL_MARCH", ""),
-        missing(),
+        missing() or remark(),
         _code(),
     ]
     digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=12).hexdigest()

@@ -147,6 +147,8 @@ def described(runner: Runner) -> dict[str, str]:
         passes: the executor of passes of a few tokens (`shoal.models.executors`), and the reason
             why a faster one is not used.
         strict: the proof of strict passes, or "off".
+        kernels: a remark on the kernels in C, if they are not simply the machine's own
+            (`shoal.native.build.remark`).
     """
     notes, name = runner.notes, str(runner.dtype).removeprefix("torch.")
     reason = notes.get("dtype", "that of the model object").removeprefix(f"{name}: ")
@@ -159,6 +161,7 @@ def described(runner: Runner) -> dict[str, str]:
         "attention": _attention(runner),
         "passes": _passes(runner),
         "strict": notes.get("strict", "off"),
+        **({"kernels": notes["kernels"]} if "kernels" in notes else {}),
     }
 
 
@@ -194,7 +197,8 @@ def _words(chosen: dict[str, str] | None) -> str:
         return "none" if chosen is None else chosen["drafter"]
     rest = (
         f"{name} {chosen[name]}"
-        for name in ("weights", "quantize", "attention", "passes", "strict")
+        for name in ("weights", "quantize", "attention", "passes", "strict", "kernels")
+        if name in chosen
     )
     first = f"{chosen['drafter']}, " if "drafter" in chosen else ""
     return (

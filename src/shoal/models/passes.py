@@ -20,7 +20,7 @@ from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error, tolerance
 from shoal.models.weights import LINEARS
 from shoal.models.weights.groups import GroupLinear, group_matrix_of
-from shoal.native.build import SUFFIXES, missing
+from shoal.native.build import SUFFIXES, missing, remark
 
 log = logging.getLogger("shoal")
 
@@ -62,6 +62,8 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
         raise RequestError(
             f"compile='on' needs kernels in C, and they could not be built here: {missing()}"
         )
+    if mode != "off" and remark():
+        runner.notes["kernels"] = remark()
     if mode == "off" or missing():
         use_padded_attention(runner)
         runner.absent[C_DECODER] = missing() or "compile='off'"

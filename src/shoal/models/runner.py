@@ -362,7 +362,7 @@ class Runner:
         if executor is None:
             raise InternalError("the modules refused a pass")
         ruled_out = [Refusal(name, reason) for name, reason in absent.items()]
-        return Explanation(executor.name, [*ruled_out, *refusals])
+        return Explanation(executor.name, [*ruled_out, *refusals], self.notes.get("kernels", ""))
 
     def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool, riding: int = 0) -> PassBatch:
         plan.final = not want_logits

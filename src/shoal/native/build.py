@@ -1,10 +1,15 @@
-"""The compilation of the kernels with the system's C compiler, once per machine.
+"""The kernels of this machine: those that an earlier process has left, carried ones, or new ones.
 
-The library is kept on disk, as compiling takes seconds. The file name has two digests. The first is
-of the sources, the compiler with its flags and the processor's instructions, so that another
-machine that shares the folder compiles its own library. The second is of the file's own bytes: a
-file that a crash has damaged would end the process. SHOAL_MARCH=x86-64-v3 (a value of a compiler's
--march) makes kernels for other processors than this one.
+A library that is compiled here is kept on disk, as compiling takes seconds. The file name has two
+digests. The first is of the sources, the compiler with its flags and the processor's instructions,
+so that another machine that shares the folder compiles its own library. The second is of the file's
+own bytes: a file that a crash has damaged would end the process.
+
+A wheel carries kernels for some levels of instructions (`scripts/carried_kernels.py`). Those of the
+best level that the processor has compute where there is no compiler; with a compiler they compute
+in the first process, while the machine's own are compiled in the background for the next.
+SHOAL_MARCH=x86-64-v3 (a value of a compiler's -march) takes or makes kernels of that level and no
+others; SHOAL_MARCH=native waits for the machine's own.
 
 A process that is forked from a process that has computed has none of its parent's threads, and
 OpenMP of gcc waits for them for ever: a worker of gunicorn with --preload, or of a DataLoader. So
@@ -14,23 +19,32 @@ the child computes on one thread (`expect_forks`).
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib import resources
 from pathlib import Path
 
 import torch
 
 from shoal.durable import cache_folder
+from shoal.native.compiling import (
+    FLAGS,
+    LEVELS,
+    NEEDED,
+    NotBuilt,
+    compiled,
+    compiler,
+    digest,
+    digest_of,
+    keep,
+    output_of,
+    sources,
+    start_in_background,
+)
 from shoal.native.structs import (
     AttentionStruct,
     DraftStepStruct,
@@ -75,57 +89,27 @@ def _listed(cpuinfo: Path) -> set[str]:
     }
 
 
-FLAGS = (
-    "-O3",
-    "-std=c11",
-    "-fPIC",
-    "-shared",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=fast",
-)
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """The dtypes that the kernels compute in, and their names for them.
 
 Sums and softmax are always float32.
 """
-SOURCES = (
-    "kernels.c",
-    "team.h",
-    "tile.h",
-    "pairs.h",
-    "typed.h",
-    "attend.h",
-    "decode.h",
-    "drawing.h",
-    "drafting.h",
-    "kernels.h",
-)
-SECONDS = 120
-"""The most seconds that the compiler may take."""
 ROOM = 16 * 2**20
 """The number of bytes that must be free in the compiler's folder."""
-NEEDED = {"x86-64-v2": "sse42", "x86-64-v3": "avx2", "x86-64-v4": "avx512bw"}
-"""An instruction set that kernels of a level need.
-
-Without it the kernels would end the process.
-"""
-
-
-class NotBuilt(Exception):
-    """An error: there are no kernels here; the message gives the reason."""
+CARRIED = Path(__file__).with_name("carried")
+"""The folder of carried kernels: LEVEL-SOURCES-BYTES.so, with two digests."""
 
 
 def library() -> ctypes.CDLL:
     """Returns the kernels.
 
     Raises:
-        NotBuilt: there is no compiler, or it failed.
+        NotBuilt: there are none.
     """
     found = _attempt()
     if isinstance(found, str):
         raise NotBuilt(found)
-    return found
+    return found[0]
 
 
 def missing() -> str:
@@ -134,38 +118,98 @@ def missing() -> str:
     return found if isinstance(found, str) else ""
 
 
+def remark() -> str:
+    """Returns words about kernels that are not simply the machine's own, else an empty text.
+
+    They name the level of carried kernels, and the reasons why others are not used.
+    """
+    found = _attempt()
+    return "" if isinstance(found, str) else found[1]
+
+
 @lru_cache(maxsize=1)
-def _attempt() -> ctypes.CDLL | str:
-    """Returns the kernels, or the reason why there are none.
+def _attempt() -> tuple[ctypes.CDLL, str] | str:
+    """Returns the kernels with a remark, or the reason why there are none.
 
     A build that failed is not tried again in the process.
     """
     try:
-        return _kept_or_made()
+        return _chosen()
     except (NotBuilt, OSError) as reason:
         return str(reason)
 
 
-def _kept_or_made() -> ctypes.CDLL:
-    """Returns the kernels that an earlier process has left, or new ones."""
-    command, texts, flags = compiler(), sources(), machine_flags()
-    facts = "|".join(
-        [_run([*command, "--version"]), platform.machine(), *flags, *sorted(instructions())]
+def _chosen() -> tuple[ctypes.CDLL, str]:
+    """Returns the kernels of this machine with a remark; starts to compile better ones if need be.
+
+    Raises:
+        NotBuilt: none can be had.
+    """
+    asked, faults = os.environ.get("SHOAL_MARCH", ""), list[str]()
+    carried = _carried([asked], faults) if asked else None
+    own: _Own | None = None
+    try:
+        if carried is None:
+            own = _Own.here()
+            kept = own.kept()
+            if kept is not None:
+                return kept, ""
+    except NotBuilt as reason:
+        faults.insert(0, str(reason))
+    if not asked:
+        carried = _carried(LEVELS.get(platform.machine(), ()), faults)
+    if carried is not None:
+        if own is not None:
+            own.make_in_background()
+        made, level = carried
+        return made, f"carried, {level}" + f" ({'; '.join(faults)})" * bool(faults)
+    if own is None:
+        raise NotBuilt("; ".join(faults))
+    return own.made(), "; ".join(faults)
+
+
+def _carried(levels: Iterable[str], faults: list[str]) -> tuple[ctypes.CDLL, str] | None:
+    """Returns the carried kernels of the first level that this processor has, with the level.
+
+    Args:
+        faults: receives the reasons why carried kernels that would do are not used.
+    """
+    places = {place.stem.rsplit("-", 2)[0]: place for place in sorted(CARRIED.glob("*.so"))}
+    for level in levels:
+        if level not in places or lacked(level):
+            continue
+        *_, of_sources, of_bytes = places[level].stem.rsplit("-", 2)
+        if of_sources != digest_of(sources()):
+            faults.append(f"carried kernels for {level} are of other sources")
+        elif of_bytes != digest(places[level].read_bytes()):
+            faults.append(f"carried kernels for {level} are damaged")
+        else:
+            _offer_openmp()
+            try:
+                return loaded(places[level]), level
+            except NotBuilt as reason:
+                faults.append(str(reason))
+    return None
+
+
+@cache
+def _offer_openmp() -> None:
+    """Lets carried kernels find the functions of OpenMP, best of PyTorch's own library."""
+    packages = Path(torch.__file__).parents[1]
+    found = sorted(
+        place
+        for folder in ("torch/lib", "torch.libs")
+        for place in packages.glob(f"{folder}/libgomp*")
     )
-    folder, stem = (
-        cache_folder(),
-        f"kernels-{_digest(b'|'.join([*texts.values(), facts.encode()]))}",
-    )
-    kept = None if folder is None else _kept(folder, stem)
-    if kept is not None:
-        return kept
-    with tempfile.TemporaryDirectory(dir=_workplace(folder), prefix="kernels-") as work:
-        place = compiled(texts, Path(work), command, flags)
-        made = loaded(place)
-        if folder is not None:
-            with suppress(OSError):  # the next process compiles again
-                place.replace(folder / f"{stem}-{_digest(place.read_bytes())}.so")
-    return made
+    for place in (*map(str, found), "libgomp.so.1"):
+        with suppress(OSError):
+            ctypes.CDLL(place, mode=ctypes.RTLD_GLOBAL)
+            return
+
+
+def lacked(level: str) -> str:
+    """Returns the instructions that kernels of a level need and this processor lacks."""
+    return ", ".join(sorted(NEEDED.get(level, frozenset()) - instructions()))
 
 
 def machine_flags() -> tuple[str, ...]:
@@ -175,24 +219,71 @@ def machine_flags() -> tuple[str, ...]:
         NotBuilt: SHOAL_MARCH names instructions that the processor lacks.
     """
     march = os.environ.get("SHOAL_MARCH") or "native"
-    if NEEDED.get(march, "") not in {"", *instructions()}:
-        raise NotBuilt(f"SHOAL_MARCH={march}: this processor has no {NEEDED[march]}")
+    if lacked(march):
+        raise NotBuilt(f"SHOAL_MARCH={march}: this processor has no {lacked(march)}")
     return (*FLAGS, f"-march={march}")
 
 
-def _kept(folder: Path, stem: str) -> ctypes.CDLL | None:
-    """Returns the first undamaged library of that name; None if there is none.
+@dataclass(frozen=True)
+class _Own:
+    """The kernels that this machine compiles for itself, or for SHOAL_MARCH.
 
-    Damaged libraries are removed; libraries that another user wrote are not run.
+    Attributes:
+        texts: the sources.
+        command: the compiler.
+        flags: the compiler's flags.
+        folder: the folder where libraries are kept, or None.
+        stem: the name of the library there, without the digest of its bytes.
     """
-    for place in sorted(folder.glob(f"{stem}-*.so")):
-        with suppress(NotBuilt, OSError):
-            if place.stat().st_uid not in (os.geteuid(), 0):
-                continue
-            if place.stem.endswith(_digest(place.read_bytes())):
-                return loaded(place)
-            place.unlink()
-    return None
+
+    texts: Mapping[str, bytes]
+    command: Sequence[str]
+    flags: Sequence[str]
+    folder: Path | None
+    stem: str
+
+    @classmethod
+    def here(cls) -> _Own:
+        """Returns those of this process. Raises NotBuilt if there is no compiler."""
+        command, texts, flags = compiler(), sources(), machine_flags()
+        # Of an unknown processor the machine's name stands for it.
+        processor = sorted(instructions()) or [platform.node()]
+        facts = [output_of([*command, "--version"]), platform.machine(), *flags, *processor]
+        text = b"|".join([*texts.values(), "|".join(facts).encode()])
+        return cls(texts, command, flags, cache_folder(), f"kernels-{digest(text)}")
+
+    def kept(self) -> ctypes.CDLL | None:
+        """Returns the first undamaged library of that name; None if there is none.
+
+        Damaged libraries are removed; libraries that another user wrote are not run.
+        """
+        if self.folder is None:
+            return None
+        for place in sorted(self.folder.glob(f"{self.stem}-*.so")):
+            with suppress(NotBuilt, OSError):
+                if place.stat().st_uid not in (os.geteuid(), 0):
+                    continue
+                if place.stem.endswith(digest(place.read_bytes())):
+                    return loaded(place)
+                place.unlink()
+        return None
+
+    def made(self) -> ctypes.CDLL:
+        """Compiles the library, and keeps it if possible."""
+        workplace = _workplace(self.folder)
+        with tempfile.TemporaryDirectory(dir=workplace, prefix="kernels-") as work:
+            place = compiled(self.texts, Path(work), self.command, self.flags)
+            made = loaded(place)
+            if self.folder is not None:
+                with suppress(OSError):  # the next process compiles again
+                    keep(place, self.folder, self.stem)
+        return made
+
+    def make_in_background(self) -> None:
+        """Starts to compile the library for later processes, where it can be kept."""
+        with suppress(NotBuilt):
+            if self.folder is not None and _workplace(self.folder) == self.folder:
+                start_in_background(self.folder, self.stem, self.texts, self.flags)
 
 
 def _workplace(folder: Path | None) -> Path:
@@ -221,76 +312,6 @@ def _workplace(folder: Path | None) -> Path:
         f"no place to compile in: {' or '.join(map(str, places))} must be writable, and neither "
         f"full nor noexec"
     )
-
-
-def _digest(text: bytes) -> str:
-    return hashlib.blake2b(text, digest_size=12).hexdigest()
-
-
-def compiler() -> list[str]:
-    """Returns the command of the C compiler.
-
-    Raises:
-        NotBuilt: there is none.
-    """
-    found = (
-        os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    )
-    if sys.platform not in ("linux", "darwin") or not found:
-        raise NotBuilt("no C compiler (cc, gcc or clang)")
-    return shlex.split(found)
-
-
-def sources() -> dict[str, bytes]:
-    """Returns the sources of the kernels in C, by file name."""
-    return {name: (resources.files(__package__) / name).read_bytes() for name in SOURCES}
-
-
-def compiled(
-    texts: Mapping[str, bytes], folder: Path, command: Sequence[str], flags: Sequence[str]
-) -> Path:
-    """Compiles sources into a library in that folder.
-
-    Raises:
-        NotBuilt: the compiler failed.
-    """
-    for name, text in texts.items():
-        Path(folder, name).write_bytes(text)
-    made = Path(folder, "kernels.so")
-    whole = [*command, *flags, str(Path(folder, "kernels.c")), "-lm", "-o", str(made)]
-    try:
-        _run([*whole, "-fopenmp"], folder)
-    except NotBuilt:
-        _run(whole, folder)  # a compiler without OpenMP: one thread
-    return made
-
-
-def _run(command: list[str], temporary: Path | None = None) -> str:
-    """Runs a command and returns its output.
-
-    Args:
-        temporary: the folder of its temporary files.
-
-    Raises:
-        NotBuilt: it failed.
-    """
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=SECONDS,
-            check=True,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **({} if temporary is None else {"TMPDIR": str(temporary)})},
-        )
-    except subprocess.CalledProcessError as error:
-        said = (error.stderr or "").strip().splitlines()
-        raise NotBuilt(f"{command[0]} failed: {said[0] if said else error.returncode}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotBuilt(f"{command[0]} failed: {error}") from error
-    return done.stdout
 
 
 def loaded(place: Path) -> ctypes.CDLL:

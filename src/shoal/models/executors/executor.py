@@ -98,13 +98,17 @@ class Explanation(NamedTuple):
     Attributes:
         executor: the name of the executor that computes the batch.
         refusals: the other executors with their reasons, in the order in which they are asked.
+        kernels: a remark on the kernels in C that compute it (`shoal.native.build.remark`).
     """
 
     executor: str
     refusals: Sequence[Refusal]
+    kernels: str = ""
 
     def __str__(self) -> str:
-        reasons = "; ".join(f"not {executor}: {reason}" for executor, reason in self.refusals)
+        parts = [f"kernels: {self.kernels}"] if self.kernels else []
+        parts += [f"not {executor}: {reason}" for executor, reason in self.refusals]
+        reasons = "; ".join(parts)
         return f"{self.executor} ({reasons})" if reasons else self.executor
 
 

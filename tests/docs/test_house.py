@@ -77,7 +77,7 @@ TORCH_FREE = (
     "types.keyword_options types.prompt_forms types.stats "
     "engine.scheduler engine.admission engine.waiting engine.admission engine.detokenizer "
     "engine.ended_rows constraints.json_schemas constraints.schema_checks "
-    "constraints.grammar_sources models.sources models.head_start models.light_imports "
+    "constraints.grammar_sources models.sources models.head_start "
     "drafting.draft drafting.drafter_kind drafting.registry"
 )
 """Pure Python: tested and reasoned about without a tensor."""

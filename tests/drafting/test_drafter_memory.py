@@ -29,7 +29,7 @@ from shoal.drafting.eagle3 import Eagle3Drafter
 from shoal.drafting.hidden import PromptStates
 from shoal.drafting.medusa import MedusaDrafter
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.ngram import NGramDrafter
+from shoal.drafting.ngram import NGramDrafter, TrigramDrafter
 from shoal.drafting.other_vocabulary import OwnMemory
 from shoal.drafting.protocol import Drafter, DraftInputs, Keeps
 from shoal.drafting.recycling import RecyclingDrafter
@@ -37,7 +37,6 @@ from shoal.drafting.reduced_cache import ReducedCacheDrafter
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
 from shoal.drafting.text import TextDrafter
-from shoal.drafting.trigrams import TrigramDrafter
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap

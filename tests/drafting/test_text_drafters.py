@@ -1,7 +1,6 @@
 """Drafters without a model: what they look up, what they keep, and that the tokens are those of plain decoding.
 
-Tests of: drafting.automaton, drafting.recycling, drafting.ngram, drafting.trigrams, drafting.text,
-drafting.sums.
+Tests of: drafting.automaton, drafting.recycling, drafting.ngram, drafting.text, drafting.sums.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from drafts import V, decoded, decoded_plainly, group, heard, leave, passes_of, 
 from shoal.config import Limits, Sampling
 from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.ngram import NGramDrafter, copied
+from shoal.drafting.ngram import NGramDrafter, TrigramDrafter, copied
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.recycling import RecyclingDrafter
 from shoal.drafting.suffix import GrowingTexts, SuffixDrafter
 from shoal.drafting.sums import SumDrafter
 from shoal.drafting.text import TextDrafter
-from shoal.drafting.trigrams import TrigramDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import UnsupportedModel
 from shoal.lookahead.auto import Auto

@@ -1,6 +1,6 @@
 """Tri-gram tables: counts, scopes, what they forget, playouts. Their exactness is tested in test_text_drafters.py.
 
-Tests of: drafting.text, drafting.trigrams.
+Tests of: drafting.text, drafting.ngram.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from drafts import group, heard, proposed, row
+from shoal.drafting.ngram import BACKED_OFF, UNSEEN, TrigramDrafter, explored, likeliest
+from shoal.drafting.ngram import Trigrams as Table
 from shoal.drafting.text import probable
-from shoal.drafting.trigrams import BACKED_OFF, UNSEEN, TrigramDrafter, explored, likeliest
-from shoal.drafting.trigrams import Trigrams as Table
 from shoal.types.requests import Request
 
 
@@ -56,7 +56,7 @@ def test_memory_is_bounded_and_the_last_stays(monkeypatch: pytest.MonkeyPatch) -
 
     bound = most()
     assert bound <= 100 * (600 + 4 * 104)
-    monkeypatch.setattr("shoal.drafting.trigrams.Trigrams._add", unbounded)
+    monkeypatch.setattr("shoal.drafting.ngram.Trigrams._add", unbounded)
     with pytest.raises(AssertionError):  # a sabotage
         most()
 

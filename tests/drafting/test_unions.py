@@ -1,7 +1,7 @@
 """Trees of text joined to what a model drafts: the law by enumeration and by counting, what is kept, and names.
 
 Tests of: drafting.grafting, drafting.draft, drafting.tree_model,
-drafting.shapes, drafting.trigrams.
+drafting.shapes, drafting.ngram.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shoal.config import Limits, Sampling
 from shoal.drafting import grafting
 from shoal.drafting.grafting import grafted
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.ngram import TrigramDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.shapes import shape_of
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
 from shoal.drafting.text import NOTHING, Guess, TextDrafter
 from shoal.drafting.tree_model import TreeDrafter
-from shoal.drafting.trigrams import TrigramDrafter
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import by_name
 from shoal.models.runner import Runner

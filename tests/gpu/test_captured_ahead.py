@@ -22,8 +22,8 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models.compiled import block
 from shoal.models.compiled.captured_round import CapturedRound
+from shoal.models.compiled.captures import MOST_KINDS
 from shoal.models.compiled.executors import EXECUTORS
-from shoal.models.compiled.failures import MOST_KINDS
 from shoal.sampling.acceptance import Rejection
 from shoal.serve.engine_thread import EngineThread
 from shoal.testing.drafters import engine_of, runners_of

@@ -1,7 +1,7 @@
 """Captured rounds of a model: sizes and buffers, caches, whole runs, settings, and what fails.
 
-Tests of: models.compiled.executors, models.compiled.transfer, models.compiled.block, models.compiled,
-models.compiled.block, models.compiled.captures, models.compiled.failures, models.attention.fused.
+Tests of: models.compiled.executors, models.compiled.transfer, models.compiled.block,
+models.compiled, models.compiled.captures, models.attention.fused.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ from shoal.models import loading
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import METHODS
 from shoal.models.cache import Plan
-from shoal.models.compiled import Captures, captures, executor_for, failures, obstacle
+from shoal.models.compiled import Captures, captures, executor_for, obstacle
 from shoal.models.compiled.block import MOST_LAYOUTS, Block, Bucket, keys_for, reservation, step_up
-from shoal.models.compiled.captures import CAPTURED, compare
+from shoal.models.compiled.captures import CAPTURED, MOST_KINDS, PATIENCE, Failures, compare
 from shoal.models.compiled.executors import EXECUTORS, Executor, Run
-from shoal.models.compiled.failures import MOST_KINDS, PATIENCE, Failures
 from shoal.models.executors.transformers_models import MODULES
 from shoal.models.load_report import described
 from shoal.sampling.distributions import probabilities, pure_probabilities
@@ -436,7 +435,7 @@ def test_kinds_that_failed_are_not_tried_again_and_several_end_all(monkeypatch: 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory("none left"), MemoryError()])
 def test_where_memory_was_short_rounds_are_captured_again_later(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "PATIENCE", 5)
+    monkeypatch.setattr(captures, "PATIENCE", 5)
     fails = Fails(error, error)
     made, told, counts = decoded(fails, monkeypatch, calls=3)
     assert [text.split(" rounds (")[0] for text in told] == [

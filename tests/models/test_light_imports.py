@@ -1,6 +1,6 @@
 """A command imports Transformers' classes without what only training needs, and gets that where it asks for it.
 
-Tests of: models.light_imports.
+Tests of: models.head_start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 HEAVY = ("torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "scipy", "sklearn")
 START = """
 import json, sys
-from shoal.models.light_imports import StandIn, spare_imports
+from shoal.models.head_start import StandIn, spare_imports
 spare_imports()
 import shoal.loader
 import torch

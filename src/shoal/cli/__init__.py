@@ -38,7 +38,7 @@ from shoal.cli import (
 from shoal.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_REQUEST
 from shoal.cli.option_groups import ReadableCommand, ReadableGroup
 from shoal.errors import ModelError, RequestError
-from shoal.models.light_imports import spare_imports
+from shoal.models.head_start import spare_imports
 
 app = typer.Typer(
     name="shoal",

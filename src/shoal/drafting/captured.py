@@ -31,8 +31,7 @@ from shoal.drafting.captured_kinds import RoundKinds
 from shoal.drafting.protocol import Drafter
 from shoal.errors import OutOfStep
 from shoal.models.compiled.captured_round import CapturedRound, Launched
-from shoal.models.compiled.captures import CAPTURED
-from shoal.models.compiled.failures import require_device
+from shoal.models.compiled.captures import CAPTURED, require_device
 from shoal.models.compiled.transfer import Found
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule

@@ -229,7 +229,7 @@ OWN = (
     DrafterKind("recycling", "shoal.drafting.recycling:RecyclingDrafter", _TABLE, in_sums=True),
     DrafterKind(
         "trigrams",
-        "shoal.drafting.trigrams:TrigramDrafter",
+        "shoal.drafting.ngram:TrigramDrafter",
         {**_TABLE, "limit": Number(1 << 15, 64), "playouts": Number(0, 0, 1024)},
         in_sums=True,
     ),

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.models.attention.native import MOST_COLUMNS, takes
 from shoal.models.available import is_out_of_memory
 from shoal.models.bridge import Bridge
-from shoal.models.compiled.failures import require_device, words_of
+from shoal.models.compiled.captures import require_device, words_of
 from shoal.models.executors.executor import Executor, PassBatch, PassOutput
 from shoal.models.lean.forward import LeanPass, known_tokens
 

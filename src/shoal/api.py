@@ -34,8 +34,7 @@ from shoal.engine.validation import GenerateCall, rule_of
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
 from shoal.models.weights.versions import Updates
-from shoal.types.keyword_options import Integer, Options, split_options
-from shoal.types.prompt_forms import Prompts
+from shoal.types.arguments import Integer, Options, Prompts, split_options
 from shoal.types.rollouts import Rollouts
 from shoal.types.samples import Result
 from shoal.values import plain

@@ -1,7 +1,7 @@
 """The options that a caller may set: frozen, checked when made, unknown names rejected.
 
 Three classes for three subjects: `Sampling` (with its `Grammar`) for the choice of a token,
-`Limits` for the end of a row, `Speculation` for the draft length. `shoal.types.keyword_options`
+`Limits` for the end of a row, `Speculation` for the draft length. `shoal.types.arguments`
 sorts keyword arguments into them.
 """
 

@@ -27,7 +27,7 @@ from shoal.constraints.syntax.tree_middles import CursorTrees, tree_sitter_langu
 from shoal.errors import RequestError
 from shoal.loader import load
 from shoal.testing.tiny import tiny_model, tiny_tokenizer
-from shoal.types.prompt_forms import line_end, with_line_ends
+from shoal.types.arguments import line_end, with_line_ends
 
 __all__ = ["shoal", "tiny"]  # fixtures
 TEXT = "def f(a):\n    retu\n\n\nx = f(1)\n"

@@ -74,7 +74,7 @@ DEFERRED = (
 )  # fmt: skip
 TORCH_FREE = (
     "errors durable values config stored_problems lookahead types.requests types.samples types.schedule "
-    "types.keyword_options types.prompt_forms types.stats "
+    "types.arguments types.stats "
     "engine.scheduler engine.admission engine.waiting engine.admission engine.detokenizer "
     "engine.ended_rows constraints.json_schemas constraints.schema_checks "
     "constraints.grammar_sources models.sources models.head_start "

@@ -1,6 +1,6 @@
 """The library as users see it: names, types, reprs, other libraries' values, model objects, progress, `async for`, `close`.
 
-Tests of: api, engine.stream, types.keyword_options.
+Tests of: api, engine.stream, types.arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.api import Shoal
 from shoal.errors import PairMismatch, RequestError
 from shoal.testing import tiny_model, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
-from shoal.types.keyword_options import SETTINGS, Options, split_options
+from shoal.types.arguments import SETTINGS, Options, split_options
 from shoal.types.samples import Increment
 
 VOCAB = 260

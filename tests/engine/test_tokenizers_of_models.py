@@ -1,6 +1,6 @@
 """Texts by tokenizers as real models have them: samples, streams, stop strings, special tokens, prompts that end anywhere.
 
-Tests of: engine.detokenizer, types.prompt_forms, serve.prompts, serve.token_details, constraints.token_bytes, evaluation.cuts,
+Tests of: engine.detokenizer, types.arguments, serve.prompts, serve.token_details, constraints.token_bytes, evaluation.cuts,
 testing.tiny.
 """
 
@@ -30,7 +30,7 @@ from shoal.serve.token_details import name_and_bytes
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import one_hot, says, scripted
 from shoal.testing.tiny import CHAT, CHATML, TAGS, TEXTS, sentence_piece_tokenizer, tagged_tokenizer
-from shoal.types.prompt_forms import MARK, chat_template_of, encoded, encoded_inside, read_prompts, with_token_ids
+from shoal.types.arguments import MARK, chat_template_of, encoded, encoded_inside, read_prompts, with_token_ids
 from shoal.types.samples import Sample
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, plain, saying, tokenizer, written
 

@@ -31,8 +31,8 @@ from shoal.serve.prometheus_metrics import Metrics
 from shoal.serve.reasoning import ReasoningRules
 from shoal.serve.request_builder import ParsedRequest
 from shoal.serve.responses import ApiResponse, event
-from shoal.serve.scoring import CHUNK_TOKENS, Scoring
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
+from shoal.serve.token_details import CHUNK_TOKENS, Scoring
 from shoal.serve.tool_calls import HERMES, Call, CallRules
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted

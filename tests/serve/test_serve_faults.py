@@ -1,7 +1,7 @@
 """What a server does when clients, models, memory or its own thread fail: it says so, gives everything back, and lives on.
 
 Tests of: serve.worker, serve.engine_thread, serve.submissions, serve.access, serve.run,
-serve.scoring, cli.serve.
+serve.token_details, cli.serve.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from shoal.errors import RequestError
 from shoal.models.cache import SlotCache
 from shoal.serve import run
 from shoal.serve.access import is_valid_key, owner_of, read_keys, weights_of
-from shoal.serve.scoring import Scoring
 from shoal.serve.settings import Settings
+from shoal.serve.token_details import Scoring
 
 __all__ = ["narrow", "server"]  # fixtures
 

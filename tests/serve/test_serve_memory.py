@@ -34,9 +34,9 @@ from shoal.models.available import KV_SHARE, explained, free_bytes, is_out_of_me
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.serve.engine_thread import SWITCH_SECONDS, EngineThread
-from shoal.serve.scoring import Scoring
 from shoal.serve.serve_config import PREFIX_SHARE, ServeConfig
 from shoal.serve.settings import Settings
+from shoal.serve.token_details import Scoring
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import runner, scripted

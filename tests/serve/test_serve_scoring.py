@@ -1,6 +1,6 @@
 """Scoring of prompts takes its memory from the same budget as rows do, and its time from its own request.
 
-Tests of: serve.scoring, engine.memory, engine.scheduler.
+Tests of: serve.token_details, engine.memory, engine.scheduler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.memory import Memory
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import RULES, Coupled
-from shoal.serve.scoring import Scoring
+from shoal.serve.token_details import Scoring
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import runner

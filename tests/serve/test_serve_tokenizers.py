@@ -1,6 +1,6 @@
 """The server and the commands over tokenizers as real models have them: echo, names, chats without a second BOS, several templates.
 
-Tests of: serve.prompts, serve.scoring, serve.api_formats, serve.request_parser,
+Tests of: serve.prompts, serve.token_details, serve.api_formats, serve.request_parser,
 cli.conversation, evaluation.tasks, cli.check_prompts.
 """
 
@@ -24,7 +24,7 @@ from shoal.serve.message_models import Message
 from shoal.serve.prompts import PromptEncoder
 from shoal.testing import save_pair
 from shoal.testing.tiny import CHATML
-from shoal.types.prompt_forms import encoded
+from shoal.types.arguments import encoded
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, saying, tokenizer, written
 
 MESSAGES: list[Any] = [{"role": "user", "content": "the text"}]

@@ -16,7 +16,7 @@ from shoal.cli.printed_samples import follow
 from shoal.cli.prompt_lines import OPTIONS, with_ends
 from shoal.cli.views import decoder
 from shoal.errors import RequestError
-from shoal.types.keyword_options import split_options
+from shoal.types.arguments import split_options
 from shoal.values import require_samples, require_text
 
 if TYPE_CHECKING:

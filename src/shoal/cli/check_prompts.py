@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shoal.types.prompt_forms import chat_template_of, encoded
+from shoal.types.arguments import chat_template_of, encoded
 
 CheckStatus = Literal["ok", "warn", "fail", "skip"]
 

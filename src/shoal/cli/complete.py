@@ -33,8 +33,7 @@ from shoal.cli.options import (
 from shoal.cli.printed_samples import describe, follow, report_failures, sample_document
 from shoal.constraints.members import SERVERS, jedi_analyser, server_of
 from shoal.errors import RequestError
-from shoal.types.keyword_options import split_options
-from shoal.types.prompt_forms import line_end, with_line_ends, with_line_feeds
+from shoal.types.arguments import line_end, split_options, with_line_ends, with_line_feeds
 
 if TYPE_CHECKING:
     from shoal.api import Shoal

@@ -17,7 +17,7 @@ import typer
 
 from shoal.cli.files import TEMPLATE_HELP, read_template, read_text, template_names
 from shoal.errors import RequestError
-from shoal.types.prompt_forms import as_plain, chat_template_of, encoded_plain
+from shoal.types.arguments import as_plain, chat_template_of, encoded_plain
 from shoal.values import require_text
 
 ROLES = ("system", "user", "assistant")

@@ -27,7 +27,7 @@ from shoal.cli.options import (
 from shoal.cli.printed_samples import follow, show_output
 from shoal.cli.views import Board
 from shoal.errors import RequestError
-from shoal.types.keyword_options import split_options
+from shoal.types.arguments import split_options
 from shoal.values import counted, require_text
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from shoal.cli.option_groups import sampling_option
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints.grammar_sources import as_lark, llguidance_or_refuse, require_readable
 from shoal.errors import RequestError
-from shoal.types.keyword_options import split_options
+from shoal.types.arguments import split_options
 from shoal.values import require_samples, require_text
 
 OWN = ("prompt", "n", "id")
@@ -165,7 +165,7 @@ def _settings(
         if tokenizer is None:
             values = _without_texts(values)
         else:
-            from shoal.types.prompt_forms import with_token_ids
+            from shoal.types.arguments import with_token_ids
 
             values = with_token_ids(values, tokenizer)
         sampling, limits, _ = split_options(with_ends(values, ends))

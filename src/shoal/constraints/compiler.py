@@ -33,7 +33,7 @@ from shoal.constraints.grammar_sources import (
 from shoal.constraints.json_schemas import numbers
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
-from shoal.types.prompt_forms import encoded_inside, encoded_spelled, special_names
+from shoal.types.arguments import encoded_inside, encoded_spelled, special_names
 
 _END = b"<|end of a text|>"
 PROBE = "def f(x):\n    return 'a b'"

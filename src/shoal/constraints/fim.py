@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 from shoal.errors import RequestError
-from shoal.types.prompt_forms import as_plain, encoded_inside, encoded_plain
+from shoal.types.arguments import as_plain, encoded_inside, encoded_plain
 
 TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, the bundled pair

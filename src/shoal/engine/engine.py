@@ -38,7 +38,7 @@ from shoal.models.available import explained
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
 from shoal.sampling.scores import Scores
-from shoal.types.keyword_options import of_prompt
+from shoal.types.arguments import of_prompt
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit, Verdict
 from shoal.types.stats import Stats

@@ -29,8 +29,14 @@ from shoal.sampling.acceptance import RULES, Rule
 from shoal.sampling.penalties import require_ids
 from shoal.sampling.purity import require_pure
 from shoal.sampling.uniforms import group_seed, row_seeds
-from shoal.types.keyword_options import Integer, list_of, split_for_each
-from shoal.types.prompt_forms import Prompts, read_prompts, with_token_ids
+from shoal.types.arguments import (
+    Integer,
+    Prompts,
+    list_of,
+    read_prompts,
+    split_for_each,
+    with_token_ids,
+)
 from shoal.types.requests import Request, Row, occurrences
 from shoal.values import is_int, plain, require_samples
 

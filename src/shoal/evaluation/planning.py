@@ -31,7 +31,7 @@ from shoal.evaluation.public_tests import Rewards
 from shoal.evaluation.sampling import SamplingConfig
 from shoal.evaluation.tasks import Task
 from shoal.evaluation.token_tree import RollOut, TokenNode, TokenTree, WholeText
-from shoal.types.keyword_options import split_options
+from shoal.types.arguments import split_options
 from shoal.types.requests import Row
 from shoal.types.stats import Stats
 

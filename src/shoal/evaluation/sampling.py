@@ -15,7 +15,7 @@ from shoal.config import require_lossless
 from shoal.engine.detokenizer import Detokenizer
 from shoal.errors import RequestError, ShoalError
 from shoal.evaluation.tasks import Task
-from shoal.types.keyword_options import split_options
+from shoal.types.arguments import split_options
 from shoal.types.samples import Sample
 from shoal.types.stats import as_dicts
 

@@ -20,7 +20,7 @@ from shoal.evaluation.problems import Problem, records, text_field
 from shoal.evaluation.sandbox import Sandbox
 from shoal.evaluation.toolchains import require
 from shoal.stored_problems import Draw, stored_problems
-from shoal.types.prompt_forms import chat_template_of
+from shoal.types.arguments import chat_template_of
 
 CHAT = (
     "Complete the following {language} code. Answer with the whole code and nothing "

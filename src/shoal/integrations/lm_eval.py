@@ -32,7 +32,7 @@ from shoal.errors import RequestError
 from shoal.integrations.loglikelihoods import loglikelihoods
 from shoal.loader import load
 from shoal.sampling.acceptance import RULES
-from shoal.types.keyword_options import split_options
+from shoal.types.arguments import split_options
 from shoal.types.requests import Request, occurrences
 
 IGNORED = ("do_sample", "use_cache")

@@ -20,8 +20,7 @@ from shoal.api import Shoal
 from shoal.config import Sampling
 from shoal.errors import RequestError
 from shoal.integrations.loglikelihoods import token_logprobs
-from shoal.types.keyword_options import Integer, split_options
-from shoal.types.prompt_forms import with_token_ids
+from shoal.types.arguments import Integer, split_options, with_token_ids
 from shoal.types.samples import Sample
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]

@@ -25,7 +25,7 @@ item_format.py       items and typed events
 worker.py            admission and updates
 submissions.py       the data between the event loop and the engine's thread
 engine_thread.py     the thread that owns the models
-scoring.py           scores prompts for `echo`
+token_details.py     the details of tokens, those of prompts for `echo` included
 compiled_grammars.py compiles grammars under limits
 grammar_probe.py     the process that tries grammars first
 api_errors.py        errors as OpenAI writes them; the paths of the API

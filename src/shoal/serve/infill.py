@@ -17,7 +17,7 @@ from shoal.serve.responses import event, failure
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.token_details import finite, name_and_bytes
 from shoal.serve.worker import Worker
-from shoal.types.prompt_forms import line_end, with_line_ends, with_line_feeds
+from shoal.types.arguments import line_end, with_line_ends, with_line_feeds
 
 STOP_TYPES = {"eos": "eos", "stop": "word"}
 """The `stop_type` by `Sample.finish_reason`; all others are "limit"."""

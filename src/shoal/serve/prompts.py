@@ -24,7 +24,7 @@ from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.serve.message_models import InfillRequest, Message
 from shoal.serve.request_models import BaseRequest
-from shoal.types.prompt_forms import MARK, as_plain_within, chat_template_of, encoded, encoded_plain
+from shoal.types.arguments import MARK, as_plain_within, chat_template_of, encoded, encoded_plain
 from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]

@@ -14,9 +14,8 @@ from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.serve.api_errors import ApiError, Json, api_error_of, naming, public, spoken, written
 from shoal.serve.api_formats import ApiFormat
 from shoal.serve.request_builder import ParsedRequest
-from shoal.serve.scoring import Scoring, scored
 from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
-from shoal.serve.token_details import finite, name_and_bytes
+from shoal.serve.token_details import Scoring, finite, name_and_bytes, scored
 from shoal.serve.worker import Worker
 from shoal.types.samples import Sample, ranked
 from shoal.types.stats import as_dicts, total_by_drafter

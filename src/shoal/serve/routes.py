@@ -37,7 +37,7 @@ from shoal.serve.message_models import Message
 from shoal.serve.request_fields import NonNegative, StrictModel, Text, optional
 from shoal.serve.response_models import ErrorAnswer, Health
 from shoal.serve.worker import Worker
-from shoal.types.prompt_forms import chat_template_of
+from shoal.types.arguments import chat_template_of
 
 HUNG_PASS_SECONDS = 120.0
 """The duration from which a round counts as stuck. Capturing rounds of a large model may take one

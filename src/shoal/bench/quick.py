@@ -96,7 +96,7 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints the figures as a table, and what the machine is."""
+    """Prints the figures and the machine as a table."""
     config = report.config
     title = f"{config['target']['name']}, {config['dtype']}, {config['max_new_tokens']} new tokens"
     console.print(title, style="bold", markup=False)

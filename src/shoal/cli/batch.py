@@ -192,7 +192,7 @@ def batch(
 
 
 def _require_packages(ray: bool) -> None:
-    """Imports what answers requests. Raises RequestError: packages are missing."""
+    """Imports the modules that answer requests. Raises RequestError: packages are missing."""
     try:
         with imports_shown():
             import shoal.serve.handler  # noqa: F401
@@ -238,7 +238,7 @@ def _settings(source: ModelSource, allowed: Settings, rule: str) -> Json:
 
 
 def _report_found(output: OutputFile, answers: Path) -> None:
-    """Tells what was dropped of an output that an earlier run left."""
+    """Tells which lines of an earlier output were dropped."""
     said = []
     if output.cut:
         said.append(

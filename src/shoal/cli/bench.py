@@ -302,8 +302,8 @@ def bench(
 
     First decodes greedily at every batch size, layout and draft length: in float32 the tokens must
     be those of plain decoding, or nothing is shown. Then waits for a quiet machine, runs all
-    methods in turns on the same prompts and shows medians; what was measured while another process
-    used more than a fifth of a core is marked as disturbed.
+    methods in turns on the same prompts and shows medians; results measured while another process
+    used more than a fifth of a core are marked as disturbed.
     """
     os.environ.setdefault(
         "KINETO_LOG_LEVEL", "6"

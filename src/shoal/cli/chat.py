@@ -273,7 +273,7 @@ def chat(
 
     Answers are shown as they grow; with -n there are several to choose from. /help lists commands.
     Where stdin is no terminal, each of its lines is a message or a command. Ctrl-C stops an answer,
-    and what has come of it stays.
+    and the text so far stays.
     """
     shown = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     options = {name: getattr(Sampling, name) for name in shown} | sampling.given()

@@ -115,7 +115,7 @@ def complete(
 
     The model sees the text before and behind the cursor, as much of it as fits, if it was trained
     to fill in the middle. Suggestions that the model ended itself come first, then the best by mean
-    log-probability. Ctrl-C stops and prints what has finished.
+    log-probability. Ctrl-C stops and prints the finished texts.
     """
     before, behind = split_at(cursor.file, cursor.at)
     options = sampling.given() | {
@@ -167,7 +167,7 @@ def _read_syntax(sampling: SuggestionOptions, file: Path) -> Syntax | None:
 
 
 def _require_analyser(sampling: SuggestionOptions, file: Path) -> None:
-    """Raises RequestError, before a model is loaded: what knows the members is not installed."""
+    """Raises RequestError, before a model is loaded: the analyser of members is not installed."""
     from shoal.constraints.syntax.requests import language_of
 
     language = sampling.syntax or language_of(str(file))

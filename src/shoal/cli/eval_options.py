@@ -1,4 +1,4 @@
-"""The options of `shoal eval`: what is sampled, where results go, and all of it as settings.
+"""The options of `shoal eval`: samples, the place of results, and all of it as settings.
 
 Its progress is on stderr and its tables are on stdout; `--export FORMAT:FILE` writes the samples
 for another evaluator.

@@ -56,10 +56,10 @@ def evaluate(
     """Measure how good the samples are that are ready in time.
 
     Samples each problem once by plain decoding, by speculation one sample after the other and by
-    batched speculation, executes the programs, and tells for every budget what the samples finished
-    by then come to: Pass@First (the one ranked first by mean log-probability), Pass@All, pass@k,
-    each with a 95 % bootstrap interval over problems. Programs run in a sandbox. With --cut: how
-    many programs pass that were cut inside a token and continued. With --methods planned: programs
+    batched speculation, executes the programs, and scores for every budget the samples finished by
+    then: Pass@First (the one ranked first by mean log-probability), Pass@All, pass@k, each with a
+    95 % bootstrap interval over problems. Programs run in a sandbox. With --cut: how many
+    programs pass that were cut inside a token and continued. With --methods planned: programs
     planned with public tests, beside samples filtered by them.
     """
     _require_outputs(chosen, output, samples=solutions is None)

@@ -181,8 +181,8 @@ def generate(
     """Generate n samples of every prompt.
 
     Results go to stdout, progress to stderr. In a terminal samples are shown while they grow,
-    accepted drafts in green. Ctrl-C stops and prints what has finished, in a terminal all that has
-    come.
+    accepted drafts in green. Ctrl-C stops and prints the finished samples, in a terminal the
+    unfinished ones too.
     """
     asked = prompts.read()
     options = sampling.given() | {

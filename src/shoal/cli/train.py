@@ -294,7 +294,7 @@ def _train(made: Callable[[], StagedTrainer], draft: str, json_output: bool) -> 
 
 
 def _staged(work: StagedTrainer, json_output: bool) -> list[tuple[Stage, Sequence[Figures]]]:
-    """Trains, and prints the figures of each stage; after Ctrl-C it writes what there is."""
+    """Trains, and prints the figures of each stage; after Ctrl-C it writes the weights so far."""
     done: list[tuple[Stage, Sequence[Figures]]] = []
 
     def report(stage: Stage, figures: Sequence[Figures]) -> None:

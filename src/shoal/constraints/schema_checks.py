@@ -1,4 +1,4 @@
-"""Checks of JSON schemas: what the grammar library would misread, and what provably cannot meet.
+"""Checks of JSON schemas: words that the grammar library would misread, or that cannot be met.
 
 Numbers and depths: the library computes with doubles and 64-bit integers: 725653563933458431
 becomes ...432, and the constant -2^63 ends the process. It reads documents of some 120 levels.

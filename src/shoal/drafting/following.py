@@ -2,8 +2,8 @@
 
 `Follower` makes a few steps of distillation on rollouts that are there anyway: the texts are the
 ones that the drafter will draft next, and the target's logits are those of its loss. A drafter says
-by `Drafter.learner` what learns and in which passes: draft models, Medusa and EAGLE-3 heads and the
-layers in a target's checkpoint.
+by `Drafter.learner` which weights learn and in which passes: draft models, Medusa and
+EAGLE-3 heads and the layers in a target's checkpoint.
 """
 
 from __future__ import annotations

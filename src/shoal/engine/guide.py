@@ -1,9 +1,9 @@
-"""The guide of a target, and its expert: models that read what the target reads
+"""The guide of a target, and its expert: models that read the text beside it
 (`sampling.scores`).
 
 Between rounds the cache of each holds the tokens that the target's holds, the committed ones of
 each guided row except the last; a guide has a negative prompt in place of the prompt. A round feeds
-it the columns that the target verifies, and keeps of them what the target keeps. Rows without
+it the columns that the target verifies, and keeps of them those that the target keeps. Rows without
 guidance have a slot in it, and are not computed.
 """
 

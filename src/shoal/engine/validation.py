@@ -265,8 +265,8 @@ class RequestValidator:
         """Returns the models that read all of a row, each with its prompt and the prompt's name.
 
         Raises:
-            RequestError: the request has guidance, and there is no guide; or what goes with it
-                alone; or a negative prompt that is to be aligned.
+            RequestError: the request has guidance, and there is no guide; or an option
+                that goes with guidance alone; or a negative prompt that is to be aligned.
         """
         sampling, prompt = request.sampling, request.prompt_ids
         found: list[tuple[Runner, Sequence[int], str]] = [(self._target, prompt, "prompt")]

@@ -150,9 +150,9 @@ def summary_of(
 
     Returns:
         By method pass@1 of the chosen programs with its interval, the share of problems whose
-        choice passes all public tests, and the means per problem of what was spent; the differences
-        between planning and the filter; the problems that were refused. All refused problems count
-        as failed.
+        choice passes all public tests, and the means per problem of the passes and seconds spent;
+        the differences between planning and the filter; the problems that were refused. All refused
+        problems count as failed.
     """
     results = Results(names, PLANS, 1, (PASSED,), samples, grades)
     tables = {method: results.table(method, PASSED) for method in PLANS}

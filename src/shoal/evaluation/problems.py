@@ -7,7 +7,7 @@ nothing is bundled.
 
 MultiPL-E (Cassano et al. 2023, arXiv 2208.08227) has HumanEval and MBPP in 18 languages: JSON lines
 with a `name`, a `language`, a `prompt`, `tests` and `stop_tokens`. A completion ends before the
-first of the stop tokens, and the tests begin with what these have cut off, so that prompt,
+first of the stop tokens, and the tests begin with the text that these have cut off, so that prompt,
 completion and tests are a whole program. There are no published solutions.
 """
 

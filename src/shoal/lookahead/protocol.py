@@ -1,7 +1,7 @@
 """The two protocols of draft length controllers.
 
 A `Lookahead` (two methods) has one draft length for the whole batch: Fixed, Bass, Heuristic and
-simple own objects. A `Controller` has one for each row, and is what the engine calls.
+simple own objects. A `Controller` has one for each row, and the engine calls it.
 """
 
 from __future__ import annotations

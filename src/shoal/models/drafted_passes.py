@@ -89,8 +89,8 @@ def drafted_passes(
         count: the number of passes.
 
     Yields:
-        The logits [batch, places, ids], and the position of the first place: place i says what the
-        target says at position first + i.
+        The logits [batch, places, ids], and the position of the first place: place i has
+        the target's logits at position first + i.
     """
     states = heads.read(states[:, :-1])
     positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)[None]

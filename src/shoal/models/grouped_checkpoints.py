@@ -1,7 +1,7 @@
 """The checkpoints of GPTQ, AWQ and compressed-tensors, whose weights are whole numbers in groups.
 
 A weight is (number - zero point) * scale, with a scale and a zero point for each output and each
-group of inputs, or for each output. That is what the product kernels in C compute
+group of inputs, or for each output. The product kernels in C compute that
 (`shoal.models.weights.groups`), so the layers are taken as they are stored, without the packages of
 these methods and without unpacking. Transformers reads everything else, and finds the tensors: the
 layers stand in for its own while it does.

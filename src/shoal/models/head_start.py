@@ -3,7 +3,7 @@
 A command imports torch and Transformers for seconds, on one core. Meanwhile a thread reads the
 files of the weights, so that they lie in the system's cache, and has the system find memory for
 packed matrices: the first write to a huge page waits until it is cleared, which takes a virtual
-machine up to a second for the weights of 135 million parameters. What is computed is the same with
+machine up to a second for the weights of 135 million parameters. Results are the same with
 and without a head start, and this module does not import torch.
 
 The classes of models import the compiler of torch and its tensors that are shared among processes,

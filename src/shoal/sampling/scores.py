@@ -15,7 +15,7 @@ truncation act on p', which is the distribution that verification promises.
 A small guide of the target's family makes this contrastive decoding (Li et al. 2023, arXiv
 2210.15097). A negative `guidance` without an expert leads towards the guide: -1 is the guide
 itself. A small model for the guide and the same model after its tuning for the expert make proxy
-tuning (Liu et al. 2024, arXiv 2401.08565); models of what is not wanted and of what is make
+tuning (Liu et al. 2024, arXiv 2401.08565); models of unwanted and of wanted texts make
 DExperts (2105.03023). The target as its own guide, after a `negative_prompt`, makes classifier-free
 guidance (Sanchez et al. 2023, arXiv 2306.17806), whose strength gamma is 1 + guidance. FS-GEN
 (2406.12295) puts such transforms and speculative decoding into one frame.

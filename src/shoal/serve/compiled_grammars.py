@@ -63,7 +63,7 @@ class _Reading:
     future: asyncio.Future[GrammarConstraint] = field(init=False)
 
     def leave(self) -> None:
-        """Ends the work, which nobody waits for: what has not begun, and the trial."""
+        """Ends the work, which nobody waits for: tasks that have not begun, and the trial."""
         self.left = True
         self.future.cancel()
         if self.probe is not None:

@@ -248,8 +248,8 @@ class Excerpt(BaseModel):
 
 
 class InfillRequest(CheckedFields):
-    """POST /infill. Unknown fields are passed over and named in x-shoal-ignored: clients send what
-    their llama.cpp knew."""
+    """POST /infill. Unknown fields are passed over and named in x-shoal-ignored: clients send
+    the fields that their llama.cpp knew."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     input_prefix: Text = Field(

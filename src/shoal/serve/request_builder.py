@@ -298,7 +298,7 @@ def _passed_over(given: tuple[str, Grammar] | None) -> list[str]:
 
 
 def require_range(name: str, value: int, least: int, most: int) -> None:
-    """Raises ApiError: a number is beyond what this server takes."""
+    """Raises ApiError: a number is beyond the limits of this server."""
     bound, limit = ("ge", least) if value < least else ("le", most)
     if not least <= value <= most:
         message = out_of_range(name, value, bound, limit, " on this server")

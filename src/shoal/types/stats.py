@@ -76,7 +76,7 @@ T = TypeVar("T")
 
 @dataclass
 class Seconds:
-    """The time of a run, by what it was spent on.
+    """The time of a run, by stage.
 
     Attributes:
         seconds_target: seconds inside the target's forward passes and its guide's, on a GPU by

@@ -177,7 +177,7 @@ def tree_sitter_language(name: str) -> Any:
 class CursorTrees:
     """The trees of a file with texts at its cursor, and the faults in them.
 
-    A guess is a tree made from that of the file without a text, of which what has not changed is
+    A guess is a tree made from that of the file without a text, whose unchanged parts are
     kept. This takes a tenth of the time, but tree-sitter may then see faults otherwise, so texts
     that seem to fit are read once more from the beginning.
 
@@ -298,7 +298,7 @@ def _end_point(start: tuple[int, int], text: bytes) -> tuple[int, int]:
 def _brackets(left: str, right: str) -> str:
     """Returns the brackets that are missing at the cursor.
 
-    They close what is open before it and not closed behind it, then open what is closed behind it
+    They close those open before it and not closed behind it, then open those closed behind it
     alone. All brackets count, in strings and comments too: it is a guess.
     """
     open_: list[str] = []

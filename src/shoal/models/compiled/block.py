@@ -62,7 +62,7 @@ def reservation(slots: int, capacity: int, *, by_kernel: bool) -> tuple[int, int
     0.
 
     Padding has a slot, not a cell of another row's: padded attention reads whole slots, and would
-    meet there what padding wrote.
+    meet there the keys that padding wrote.
 
     Args:
         by_kernel: True if a kernel attends, which reads lengths on the device; rounds over whole

@@ -1,7 +1,7 @@
 """The model of a GGUF file on shoal's own kernels, where they know its family and formats.
 
 Quantised weights are groups, as the file has them, and everything else is float32: the model is the
-one that Transformers would compute with the file's weights unpacked, and what is promised for a
+one that Transformers would compute with the file's weights unpacked, and the promise for a
 directory holds. A file in 16 or 32 bits is loaded as a directory is. Other files are computed by
 llama.cpp.
 """

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from common import arguments, deliver, device_or_exit
+from shoal.bench.evidence import Load, ceilings
 from shoal.bench.measure import in_turns
 from shoal.bench.random_pairs import shaped_pair
-from shoal.bench.roofline import Load, ceilings
 from shoal.bench.work import timed
 from shoal.models import loading
 from shoal.models.passes import use_fused_layers

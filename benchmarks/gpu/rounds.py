@@ -27,8 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from common import arguments, deliver, device_or_exit, failures_of
 from shoal.api import Shoal
+from shoal.bench.evidence import Load, ceilings
 from shoal.bench.random_pairs import imposing, shaped_pair
-from shoal.bench.roofline import Load, ceilings
 from shoal.bench.work import timed
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine

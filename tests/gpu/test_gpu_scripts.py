@@ -1,6 +1,6 @@
 """benchmarks/gpu without a GPU: refused clearly, its stages and its table, and the same lines tried out on the CPU.
 
-Tests of: bench.roofline, bench.random_pairs.
+Tests of: bench.evidence, bench.random_pairs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from serving import eventually
+from shoal.bench.evidence import Ceilings, Load
 from shoal.bench.random_pairs import shaped_pair
-from shoal.bench.roofline import Ceilings, Load
 from shoal.models import loading
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"

@@ -75,7 +75,7 @@ class ReportLine:
         rounds: the rounds of one run.
         stages: the milliseconds per round in draft, verify, accept, commit, other.
         prefill: the milliseconds of prefill of a run.
-        flops: the operations per second that the models must do (see `shoal.bench.roofline`).
+        flops: the operations per second that the models must do (see `shoal.bench.evidence`).
         bytes: the bytes per second that the models must move.
         peak_bytes: the weights and all tensors alive at once.
         runs: every repeat.

@@ -2,8 +2,8 @@
 
 Weights are rounded in groups (`shoal.models.weights.groups`); all other tensors are the target's.
 For a target that llama.cpp computes, llama.cpp makes and computes the copy. The copy proposes a
-little less well than the target would, and a draft costs a fraction of the target's pass: weights
-are what a pass of few tokens reads.
+little less well than the target would, and a draft costs a fraction of the target's pass: a pass
+of few tokens reads little but weights.
 """
 
 from __future__ import annotations

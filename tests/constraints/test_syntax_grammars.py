@@ -68,7 +68,8 @@ def language(name: str) -> tuple[frozenset[str], tuple[str, ...]]:
     own = {text for text in texts if (column := read(found, text)) and found.may_end(column)}
     parser = lark.Lark(grammar, parser="earley", lexer="dynamic_complete")
     lots = random.Random(1)
-    for text in {*lots.sample(texts, 300), *lots.sample(sorted(own), min(100, len(own)))}:
+    short = texts[: sum(len(alphabet) ** length for length in range(4))]
+    for text in {*short, *lots.sample(texts, 250), *lots.sample(sorted(own), min(100, len(own)))}:
         try:
             parser.parse(text)
         except lark.exceptions.LarkError:
@@ -228,6 +229,17 @@ def test_what_is_written_in_json_at_random_is_complete_as_its_parser_says() -> N
                 character, column = lots.choice(after)
                 text += character
     assert ends > 100
+
+
+def test_no_text_ends_before_the_bytes_that_are_written_again() -> None:
+    tokenizer = tiny_tokenizer()
+    check = GrammarMiddle(tokenizer, "[12", "]", JSON, healing=2)
+    state: Any = check.start(None)  # type: ignore[arg-type]
+    ends = []
+    for token in tokenizer.encode("123,", add_special_tokens=False):
+        ends.append(check.may_end(state))
+        state = check.after(state, token)
+    assert [*ends, check.may_end(state)] == [False, False, True, True, False]
 
 
 def test_contexts_that_do_not_fit_are_named() -> None:

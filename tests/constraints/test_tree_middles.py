@@ -197,6 +197,20 @@ def test_an_end_that_heals_a_file_comes_before_one_that_does_not(monkeypatch: py
         assert cut(check, ": c + ", best=0) == ""
 
 
+def test_a_fault_of_the_text_that_was_tried_is_none_of_the_file() -> None:
+    """Each text that is put at this cursor leaves a fault at it, and another behind it."""
+    trees = CursorTrees("typescript", "function f(a: ", "ray<string> {\n  return g(a as any);\n}\n")
+    assert [fault.sides for fault in trees.own] == [(2, 2)]
+    assert trees.count("\r\n`: ") is None
+
+
+def test_a_text_that_seems_to_fit_is_read_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = CursorTrees("javascript", "f(", ");\n")
+    monkeypatch.setattr(trees, "_edited", lambda text: trees._whole(b"a"))
+    assert trees.count(")", guess=True) == 0
+    assert trees.count(")") is None
+
+
 def test_faults_are_known_by_their_places() -> None:
     fault = Fault((0, 0), -9, -5)
     assert fault.is_part_of(Fault((0, 0), -5, -1))
@@ -295,7 +309,8 @@ def test_no_end_lies_inside_a_word() -> None:
     assert cut(check, "first.second", best=8) == "first.second"
     assert cut(check, "first.second", best=5) == "first"
     assert cut(check, "$a$b (", best=2) == "$a$b "
-    assert cut(check_of("javascript", "let a = b + ", "th\n"), "length()", best=4) == "leng"
+    for rest in ("th\n", "$th\n"):
+        assert cut(check_of("javascript", "let a = b + ", rest), "length()", best=4) == "leng"
 
 
 # ── whatever is written ─────────────────────────────────────────────────────────────────────────────────────────────

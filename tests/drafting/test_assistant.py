@@ -33,7 +33,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair
 from shoal.testing.enumeration import chi_square
-from shoal.types.requests import Request
+from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
 
 if not hasattr(transformers, "Gemma4AssistantForCausalLM") or not hasattr(transformers.cache_utils, "KVSharingDict"):
@@ -130,8 +130,12 @@ def test_drafts_are_those_of_the_definition(pair: Pair, monkeypatch: pytest.Monk
     assert max(len(draft) for _, draft, _ in proposals) == 3
     assert max(len(tokens) for tokens, _, _ in proposals) > 25
     assert largest_difference(pair, proposals) < 1e-4
-    assert not drafter._states._last
-    assert not drafter._states._prompts._of
+    assert drafter.kept_bytes == 0
+    first, second = (Row(Request((1,)), place, 0, 0, [1], frozenset(), 9) for place in range(2))
+    drafter._states._last[first] = torch.ones(32)
+    drafter.replace([(second, first)])
+    assert torch.equal(drafter._states._last[second], torch.ones(32))
+    assert drafter.kept_bytes == 2 * 32 * 4
     for owner, name, wrong in SABOTAGES:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, wrong)
@@ -230,6 +234,7 @@ def test_two_tokens_have_their_law(shared: int, rule: Rule, tmp_path: Path) -> N
 
 def test_every_way_in(tmp_path: Path) -> None:
     target, place = save_assisted(tmp_path)
+    AutoModelForCausalLM.from_pretrained(place).bfloat16().save_pretrained(place)  # computes as its target does
     for spec, name in ((f"assistant:{place}", "assistant"), (str(place), "assistant"), (f"suffix+{place}", "suffix")):
         with shoal.load(target, spec, dtype="float32") as made:
             assert str(made.drafter_name).startswith(name)

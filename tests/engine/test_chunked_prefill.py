@@ -1,6 +1,6 @@
 """Long prompts in chunks between rounds, and rows admitted by the memory they need: the same tokens, no running row stalled.
 
-Tests of: engine.scheduler.
+Tests of: engine.scheduler, models.prompt_passes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from shoal.config import Limits, Sampling
@@ -16,6 +17,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
+from shoal.models import prompt_passes
 from shoal.models.cache_memory import CacheMemory
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
@@ -63,6 +65,32 @@ def alone(prompt: Sequence[int], n: int = 1, new: int = 12, real: bool = False) 
     rows = ask(engine, prompt, n, new)
     finish(engine)
     return new_tokens(rows)
+
+
+# ── passes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.inference_mode()
+def test_padding_stays_in_its_slot_and_passes_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slot 0 has no room for the longest piece."""
+    hf = tiny_model("llama")
+    made, shapes = runner(hf, 64), []
+    made.memory.reserve(4, 16)
+    feed = made.feed
+
+    def noted(slots: Sequence[int], tokens: Tensor, *rest: Any, **more: Any) -> Tensor:
+        shapes.append((sorted(slots), tokens.shape[1]))
+        return feed(slots, tokens, *rest, **more)
+
+    monkeypatch.setattr(made, "feed", noted)
+    monkeypatch.setattr(prompt_passes, "MAX_PASS_TOKENS", 20)
+    prompts = [LONG[:14], LONG[3:13], LONG[5:10], LONG[7:11]]
+    prompt_passes.feed_prompts(made, [(0, prompts[0][:8])])
+    prompt_passes.feed_prompts(made, [(0, prompts[0][8:]), *enumerate(prompts[1:], 1)])
+    assert shapes == [([0], 8), ([1, 2], 10), ([0, 3], 6)]
+    found = made.feed([0, 1, 2, 3], torch.full((4, 1), 5), [1] * 4)[:, 0]
+    right = [hf(torch.tensor([[*prompt, 5]]), use_cache=False).logits[0, -1] for prompt in prompts]
+    torch.testing.assert_close(found, torch.stack(right))
 
 
 # ── chunks ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -93,6 +93,8 @@ def test_other_rows_keep_their_logits_and_missing_ids_are_impossible() -> None:
     assert torch.allclose(
         guided(logits, more, [on, off, on])[0], guided(logits[:1], more[:1, :, :6], [on])[0], atol=1e-5
     )  # ids that the target lacks do not count
+    away = guided(logits[:1], torch.randn(1, 2, 6), [Sampling(guidance=-1.0)], said[:1])
+    assert bool((away[..., 4:] == -torch.inf).all())  # what the expert excludes, although it is led away from
 
 
 def test_not_a_number_leaves_no_finite_score() -> None:
@@ -491,6 +493,18 @@ def test_memory_counts_the_guide() -> None:
         with nullcontext() if fits else pytest.raises(RequestError, match=f"takes {2 * need} bytes of KV cache"):
             one.submit(asked)
     engine_of(MADE["plain"], guide=None, kv_bytes=need).submit(request(3, 1, new=4, guidance=0.0))
+    target, together = (engine.memory.models[0] for engine in made)
+    assert together.grown_bytes(64, 512) == 2 * target.grown_bytes(64, 512) > 0
+    before = together.allocated_bytes
+    for one in (target, together):
+        one.trim(1, 8)
+    assert before > together.allocated_bytes == 2 * target.allocated_bytes
+    unshared = scripted(GUIDE, V)
+    unshared.shares = False
+    assert [engine_of(MADE["plain"], guide=one).memory.models[0].shares for one in (unshared, scripted(GUIDE, V))] == [
+        False,
+        True,
+    ]
 
 
 # ── Transformers models ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -192,7 +192,9 @@ def test_owners_do_not_see_each_other() -> None:
     assert keeping.stats.restored_tokens == len(SYSTEM)
     together = [Request((*SYSTEM, 4), 1, limits=Limits(max_new_tokens=4), owner=owner) for owner in "ab"]
     before = keeping.stats.prefill_tokens
-    keeping.submit_all(together)
+    rows = [row for group in keeping.submit_all(together) for row in group]
+    keeping.step()
+    assert all(row.rounds for row in rows), "one waits for the tokens of the other"
     run(keeping)
     assert keeping.stats.prefill_tokens == before + 2 * len(SYSTEM)
 
@@ -282,7 +284,7 @@ def test_kept_tokens_take_no_more_than_they_may(k: int) -> None:
         sizes.append(keeping.kept_prefixes.allocated_bytes)
     assert sizes == sorted(sizes)
     assert len(set(sizes)) > 2
-    assert most / 2 < sizes[-1] <= most
+    assert 0.9 * most < sizes[-1] <= most  # those of the draft model included
 
 
 def test_over_http() -> None:

@@ -303,6 +303,24 @@ def test_a_search_ends_with_its_tokens() -> None:
     assert best_of(run.programs, tokens=13) == (None, Spent())
 
 
+@pytest.mark.parametrize(("most", "by_context"), [(12, False), (13, False), (13, True)])
+def test_no_program_is_longer_than_it_may_be(most: int, by_context: bool) -> None:
+    """The twelfth token is at the flat place: of that length each text ends with the token that is tried."""
+    model = pair()
+    if by_context:
+        model.target.context = len(encode(PROMPT)) + most
+    run = planned(config(options={} if by_context else {"max_new_tokens": most}), model, Told({}))
+    assert {len(program.token_ids) for program in run.programs} == {most}
+    assert len(run.programs) == (3 if most == 12 else 5)
+    assert (run.batches == [[""]]) == (most == 12)
+
+
+def test_programs_end_where_the_options_say() -> None:
+    (end,) = encode("\n")
+    run = planned(config(options={"eos": (end,)}), rewards=Told({}))
+    assert {program.token_ids for program in run.programs} == {encode(text) for text in ANSWERS}
+
+
 # ── looking ahead ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

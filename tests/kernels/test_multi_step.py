@@ -160,6 +160,18 @@ def test_a_guide_reads_each_round(runs: list[int]) -> None:
     assert runs
 
 
+class Own(Rejection):
+    """A decision of a user's own."""
+
+    def decide(self, *arguments: Any, **options: Any) -> Any:
+        return super().decide(*arguments, **options)
+
+
+def test_a_rule_that_decides_by_itself_decides_each_round(runs: list[int]) -> None:
+    finished(engine(packed(), rule=Own()), 2)
+    assert runs == []
+
+
 def test_kept_logits_are_those_of_each_round(runs: list[int]) -> None:
     made = engine(packed())
     (row,) = made.submit(Request((5, 6, 7), 1, Sampling(seed=2), Limits(4, eos=()), keep_logits=True))
@@ -317,7 +329,14 @@ def test_a_drafter_beside_runs_catches_up(runs: list[int], monkeypatch: pytest.M
             self.turn += 1
             return [0 if self.turn % 2 else min(3, row.max_draft_length) for row in rows]
 
+    class Asked(Turns):
+        """As an own controller is that says nothing of plain rounds."""
+
+        plain_rounds = Controller.plain_rounds
+
     target, found = packed(), []
+    Shoal(target, packed(), tiny_tokenizer()).generate(PROMPTS, 2, max_new_tokens=30, seed=3, lookahead=Asked())
+    assert runs == []
     for change in (lambda: None, lambda: one_by_one(monkeypatch)):
         change()
         shoal = Shoal(target, packed(), tiny_tokenizer(), max_batch=8)

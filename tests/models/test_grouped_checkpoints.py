@@ -102,6 +102,17 @@ def test_a_word_of_awq_holds_outputs_in_its_own_order() -> None:
     assert grouped_checkpoints._in_order(grouped_checkpoints._numbers(word, 4)).tolist() == [list(range(8))]
 
 
+def test_a_zero_point_of_0_is_stored_by_gptq_as_the_largest_number(tmp_path: Path) -> None:
+    """As that of a group whose weights are all positive."""
+    layout, model = Layout("gptq", 4, size=16, symmetric=False, form="gptq"), model_of()
+    with torch.no_grad():
+        model.get_submodule(Q).weight[:, :16].abs_()
+    stock = write_grouped(tmp_path, model, layout)
+    assert int((load_file(tmp_path / "model.safetensors")[f"{Q}.qzeros"][0] & 15).max()) == 15
+    with shoal.load(tmp_path, "suffix") as found:
+        assert torch.equal(dense(found.target.hf.get_submodule(Q)), stock.get_submodule(Q).weight)
+
+
 def test_layers_in_groups_and_a_head_in_floats_make_one_call_of_the_decoder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,7 +26,7 @@ from shoal import __version__
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.engine import ended_rows
-from shoal.serve.token_details import name_and_bytes
+from shoal.serve.token_details import ChoiceDetails, name_and_bytes
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import says, scripted
 from shoal.types.requests import Row
@@ -426,6 +427,10 @@ def test_tokens_are_spelled_as_their_tokenizer_writes_them() -> None:
     assert names[:2] == [(" the", b" the"), ("the", b"the")]
     assert names[2:5] == [("bytes:\\xe2", b"\xe2"), ("bytes:\\x82", b"\x82"), ("bytes:\\xac", b"\xac")]
     assert names[5:] == [(" ", b" "), ("€", "€".encode())]
+    rejected = SimpleNamespace(start=0, committed=1, accepted=0, rejected=[(3, "model")])
+    update: Any = SimpleNamespace(tokens=(), committed=1, drafted=1, accepted=0, rounds=1, by_round=(rejected,))
+    (told,) = ChoiceDetails(tokenizer, rounds=True).of(update)["by_round"]
+    assert told["rejected"] == [{"id": 3, "text": names[2][0], "drafter": "model"}]
 
 
 def test_echo_tells_the_prompt_and_what_the_model_thinks_of_it(server: Served) -> None:

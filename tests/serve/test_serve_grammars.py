@@ -9,6 +9,7 @@ import ast
 import asyncio
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -134,6 +135,7 @@ print(grammar_probe.probed(lambda text: eval(text), sys.argv[1], 1, 2**27, 2**24
         ("os.abort()", "large", ""),
         ("''", "ok", ""),
         ("'no'", "refused", "no"),
+        ("open('/proc/self/oom_score_adj').read().strip()", "refused", "1000"),  # the first to go when memory runs out
     ],
 )
 def test_a_process_that_takes_too_much_is_ended(work: str, outcome: str, why: str) -> None:
@@ -181,6 +183,13 @@ def test_a_reading_that_nobody_waits_for_is_ended(fresh: Any, monkeypatch: pytes
     assert sorted(outcomes) == ["left", "ok", "ok", "ok"]
 
 
+def test_a_trial_ends_with_its_server() -> None:
+    ours, theirs = os.pipe()
+    os.close(theirs)
+    assert grammar_probe.Leaves(ours).tell(1)
+    os.close(ours)
+
+
 def test_who_leaves_meets_no_other_trial(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the process that starts, nor the trial behind the one that is left."""
     monkeypatch.setattr("shoal.serve.compiled_grammars.CPU_SECONDS", 500)
@@ -189,7 +198,7 @@ def test_who_leaves_meets_no_other_trial(fresh: Any, monkeypatch: pytest.MonkeyP
     one = Probe(known)
     one._running()
     try:
-        for written, number, left in ((hard, 1, [1]), (easy, 2, [1]), (hard, 3, [2, 3]), (easy, 4, [])):
+        for written, number, left in ((hard, 1, [1]), (easy, 2, [1, 12]), (hard, 3, [2, 3]), (easy, 4, [])):
             for each in left:
                 one.leave(each)
             found = one._request({"grammar": written, "seconds": 500, "size": 2**27, "stack": 2**24, "number": number})

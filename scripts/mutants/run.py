@@ -213,7 +213,7 @@ def _tried(one: dict[str, Any], work: Path) -> str:
     text, changes = pattern(one["old"]).subn(lambda _: one["new"], file.read_text(encoding="utf-8"))
     if changes != 1:
         return f"the old text stands {changes} times in {one['file']}"
-    if file.suffix == ".py" and not _compiles(text):  # each test would fail, whatever it asserts
+    if file.suffix == ".py" and not compiles(text):  # each test would fail, whatever it asserts
         return f"the new text makes no Python of {one['file']}"
     file.write_text(text, encoding="utf-8")
     try:
@@ -222,7 +222,7 @@ def _tried(one: dict[str, Any], work: Path) -> str:
         shutil.copyfile(ROOT / one["file"], file)
 
 
-def _compiles(text: str) -> bool:
+def compiles(text: str) -> bool:
     try:
         compile(text, "mutant", "exec")
     except SyntaxError:

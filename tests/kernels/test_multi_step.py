@@ -6,6 +6,7 @@ Tests of: engine.multi_step, engine.commit, models.lean.steps, models.runner, sa
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -345,3 +346,18 @@ def test_a_drafter_beside_runs_catches_up(runs: list[int], monkeypatch: pytest.M
         found.append([sample.token_ids for output in result for sample in output.samples])
     assert found[0] == found[1]
     assert max(runs) == 3
+
+
+def test_rows_that_have_ended_are_kept_by_nothing(runs: list[int]) -> None:
+    """A server that is idle would hold the rows of its last round, with their matchers, until the next request."""
+
+    def rows() -> int:
+        gc.collect()
+        return sum(type(one) is Row for one in gc.get_objects())
+
+    before, engine = rows(), Engine(packed(), None, Off())
+    engine.submit(Request((1, 2, 3), n=4))
+    while engine.step():
+        pass
+    assert runs
+    assert rows() <= before

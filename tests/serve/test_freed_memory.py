@@ -1,19 +1,27 @@
-"""Memory that a server freed goes back to the system.
+"""Memory that a server freed goes back to the system, and what requests took is freed.
 
-Tests of: serve.routes.
+Tests of: serve.routes, serve.logs, serve.engine_thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import sys
+import threading
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from serving import pair, served
+from serving import TIMEOUT_SECONDS, pair, served
 from shoal.serve import app, routes
+from shoal.serve.submissions import Submission
+from shoal.types.requests import Row
 
 needs_glibc = pytest.mark.skipif(routes.trimmer() is None or sys.platform != "linux", reason="glibc gives memory back")
 
@@ -62,3 +70,86 @@ def test_a_server_does_it_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None
         assert server.post(max_tokens=2).status_code == 200
         assert events == ["began"]
     assert events == ["began", "ended"]
+
+
+# ── what a request leaves behind ────────────────────────────────────────────────────────────────────────────────────
+
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+CONNECTIONS = 4
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+SAID = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def asks(number: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Requests by their kinds, each with texts of its own."""
+    text, length = f"hello {number}", {"max_tokens": 6}
+    schema = {"type": "object", "properties": {f"key_{number}": {"type": "integer"}}, "required": [f"key_{number}"]}
+    return {
+        "plain": (COMPLETIONS, {"prompt": text, "n": 3, **length}),
+        "stream": (COMPLETIONS, {"prompt": text, "n": 2, "stream": True, **length}),
+        "new schema": (COMPLETIONS, {"prompt": text, "guided_json": schema, **length}),
+        "chat": (CHATS, {"messages": SAID, "user": text, "prompt_cache_key": text, **length}),
+        "tools": (CHATS, {"messages": SAID, "tools": [TOOL], "tool_choice": "required", **length}),
+        "responses": (RESPONSES, {"input": text, "max_output_tokens": 6}),
+        "echo": (COMPLETIONS, {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 0}),
+        "no time": (COMPLETIONS, {"prompt": text, "time_budget": 1e-3}),
+        "bad": (COMPLETIONS, {"prompt": text, "guided_json": {"type": text}}),
+        "another model": (COMPLETIONS, {"prompt": text, "model": text}),
+    }
+
+
+def counted(most: int, *types: type) -> int:
+    """How many objects of these types anything still holds, a moment after the last answer: until they are `most`."""
+    for _ in range(50):
+        gc.collect()
+        held = sum(type(one) in types for one in gc.get_objects())
+        if held <= most:
+            break
+        time.sleep(0.1)
+    return held
+
+
+@pytest.mark.parametrize("kind", asks(0))
+def test_an_answer_leaves_no_rows_behind(kind: str) -> None:
+    """Not on connections that stay open, each of which keeps the scope of its last request; the loop may keep the very last."""
+    with served(pair(), lookahead=0, prefix_bytes=1 << 20, chat_template=TEMPLATE) as server, ExitStack() as stack:
+        clients = [
+            stack.enter_context(httpx.Client(base_url=server.url, timeout=TIMEOUT_SECONDS)) for _ in range(CONNECTIONS)
+        ]
+        for number in range(2 * CONNECTIONS):
+            path, body = asks(number)[kind]
+            status = {"bad": 400, "another model": 404}.get(kind, 200)
+            assert clients[number % CONNECTIONS].post(path, json=body).status_code == status
+        assert counted(1, Submission) <= 1
+        assert counted(3, Row) <= 3
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, RESPONSES])
+def test_a_stream_that_is_left_leaves_no_rows_behind(path: str) -> None:
+    with served(pair(), lookahead=0, chat_template=TEMPLATE) as server:
+        for number in range(CONNECTIONS):
+            body = {"prompt": f"hello {number}", "messages": SAID, "input": "hello", "stream": True, "max_tokens": 200}
+            fields = {COMPLETIONS: ("prompt",), CHATS: ("messages",), RESPONSES: ("input",)}[path]
+            asked = {name: body[name] for name in (*fields, "stream")}
+            asked |= {"max_output_tokens" if path == RESPONSES else "max_tokens": 200}
+            with httpx.stream("POST", server.url + path, json=asked, timeout=TIMEOUT_SECONDS) as answer:
+                assert answer.status_code == 200
+                next(answer.iter_lines())
+        assert counted(1, Submission) <= 1
+        assert counted(3, Row) <= 3
+
+
+def test_the_engines_thread_keeps_no_job() -> None:
+    done = threading.Event()
+
+    class Job:
+        def __call__(self) -> None:
+            done.set()
+
+    with served(pair()) as server:
+        job = Job()
+        server.worker.thread.post(job)
+        assert done.wait(TIMEOUT_SECONDS)
+        del job
+        assert not counted(0, Job)

@@ -199,6 +199,7 @@ class Batch:
 
     def _vacate(self, rows: Sequence[Row]) -> None:
         self.scheduler.remove(rows)
+        self.plain.forget()
         for one in self.guides:
             one.leave(rows)
 
@@ -311,6 +312,10 @@ class PlainRows:
             self._rows = list(rows)
             self._plain = not self._observes and all(map(_is_plain, rows))
         return self._plain
+
+    def forget(self) -> None:
+        """Forgets the rows of the last question: nothing else keeps rows that have ended."""
+        self._rows, self._plain = (), not self._observes
 
 
 def _is_plain(row: Row) -> bool:

@@ -184,6 +184,7 @@ class EngineThread:
             if job is None:
                 return False
             job()
+            del job  # it would keep its rows until the next one
             ask_again()
             due -= 1
         return True

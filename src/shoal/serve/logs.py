@@ -121,6 +121,8 @@ class Exchanges:
             exchange.end()
             for tell in self.ended:
                 tell(exchange)
+            # A connection keeps the scope of its last request, which would keep all its rows.
+            scope["state"].pop("computed", None)
 
 
 def _id(given: str) -> str:

@@ -184,7 +184,7 @@ def test_published_heads_are_read(publisher: str, fault: str, tmp_path: Path, mo
     if fault == "layers":
         monkeypatch.setattr(eagle3, "published_layers", lambda *_: tuple(layer - 1 for layer in reads))
     if fault == "d2t":
-        monkeypatch.setattr(eagle3, "_target_ids", lambda *_: torch.arange(DRAFTS))
+        monkeypatch.setattr(eagle3, "target_ids", lambda *_: torch.arange(DRAFTS))
     draft = read_draft(str(tmp_path))
     assert draft is not None
     assert draft.name == "eagle3"
@@ -279,7 +279,7 @@ def test_load_takes_the_heads(place: Path, tmp_path: Path) -> None:
         ({"draft_vocab_size": 60}, {}, PairMismatch, r"lm_head.weight is \[120, 32\] and should be \[60, 32\]"),
         ({}, {"d2t": torch.zeros(0)}, PairMismatch, "needs d2t with an entry for each of the 120 tokens"),
         ({}, {"d2t": torch.full((DRAFTS,), V)}, PairMismatch, "d2t does not map its tokens to as many of the target's 260"),
-        ({"speculators_model_type": "dflash"}, {}, UnsupportedModel, "heads of speculators_model_type 'dflash': 'eagle3' is"),
+        ({"speculators_model_type": "dspark"}, {}, UnsupportedModel, "heads of speculators_model_type 'dspark': 'eagle3' and"),
         ({"norm_output": True}, {}, UnsupportedModel, "config.json has norm_output: EAGLE-3 without it is supported"),
         ({"num_attention_heads": "four"}, {}, RequestError, "is no config of EAGLE-3 heads"),
     ],

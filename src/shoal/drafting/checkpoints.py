@@ -5,6 +5,7 @@ A directory that does not fit raises one clear error.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +80,7 @@ def whole_number(
 
 
 def read_tensors(directory: Path, *names: str) -> dict[str, Tensor]:
-    """Returns the tensors in the first of these files that exists.
+    """Returns the tensors in the first of these files that exists, or in numbered safetensors.
 
     Files named .bin and .pt are read as tensors alone, never as code.
 
@@ -87,21 +88,26 @@ def read_tensors(directory: Path, *names: str) -> dict[str, Tensor]:
         RequestError: none of the files exists.
         ModelError: the file is damaged.
     """
-    file = next((directory / name for name in names if (directory / name).is_file()), None)
-    if file is None:
+    places = [directory / name for name in names]
+    parts = sorted(directory.glob("model-*-of-*.safetensors"))  # of a checkpoint in several files
+    files = [file for file in places if file.is_file()][:1] or parts
+    if not files:
         raise RequestError(
             f"no heads in {directory}: expected {' or '.join(names)} beside config.json"
         )
-    try:
-        return (
-            load_file(file)
-            if file.suffix == ".safetensors"
-            else torch.load(file, map_location="cpu", weights_only=True)
-        )
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
-        raise ModelError(
-            f"{file} is damaged ({str(error).splitlines()[0]:.200}); download or train it again"
-        ) from error
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            found |= (
+                load_file(file)
+                if file.suffix == ".safetensors"
+                else torch.load(file, map_location="cpu", weights_only=True)
+            )
+        except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
+            raise ModelError(
+                f"{file} is damaged ({str(error).splitlines()[0]:.200}); download or train it again"
+            ) from error
+    return found
 
 
 def fill(
@@ -138,6 +144,19 @@ def fill(
                 "heads of another target, or another config.json"
             )
         parameter.data.copy_(tensors[name])
+
+
+def in_format(heads: Heads, target: Runner) -> Heads:
+    """Moves layers to the target's device and number format, and returns them.
+
+    The frequencies of rotary embeddings keep their bits: in 16 of them far positions would be
+    others.
+    """
+    module: Any = heads
+    rotary = copy.deepcopy(module.rotary)
+    module.to(target.device, target.dtype).eval().requires_grad_(False)
+    module.rotary = rotary.to(target.device)
+    return heads
 
 
 def require_width(directory: Path, what: str, found: int, target: Runner, wanted: int) -> None:

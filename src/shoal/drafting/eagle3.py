@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.drafting.checkpoints import (
     fill,
+    in_format,
     layers_and_width,
     once,
     read_config,
@@ -103,8 +104,8 @@ def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int
         )
     layer = "layers.0." if any("layers.0." in name for name in stored) else "midlayer."
     fill(heads, tensors, directory, lambda name: name.replace("midlayer.", layer))
-    heads.target_ids.copy_(_target_ids(directory, tensors, drafts, target.vocab_size))
-    return heads.to(target.device, target.dtype).eval().requires_grad_(False), reads
+    heads.target_ids.copy_(target_ids(directory, tensors, drafts, target.vocab_size))
+    return in_format(heads, target), reads
 
 
 def _read_layers(directory: Path, config: dict[str, Any], target: Runner) -> tuple[int, ...]:
@@ -158,7 +159,8 @@ def _require_eagle3(directory: Path, config: dict[str, Any]) -> None:
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UnsupportedModel(
-            f"{directory} has heads of speculators_model_type {kind!r}: 'eagle3' is supported"
+            f"{directory} has heads of speculators_model_type {kind!r}: 'eagle3' and "
+            f"'dflash' are supported"
         )
     variant = next((name for name in VARIANTS if config.get(name)), None)
     if variant is not None:
@@ -167,9 +169,7 @@ def _require_eagle3(directory: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _target_ids(
-    directory: Path, tensors: dict[str, Tensor], drafts: int, vocab_size: int
-) -> Tensor:
+def target_ids(directory: Path, tensors: dict[str, Tensor], drafts: int, vocab_size: int) -> Tensor:
     """Returns the target's id for each id of the draft vocabulary, [draft vocabulary].
 
     Raises:
@@ -256,7 +256,7 @@ class Eagle3Drafter(ModelDrafter):
             return Eagle3Drafter(heads, reads, target)
         return Eagle3TreeDrafter(heads, reads, target, shape=shape_of(tree, width, nodes))
 
-    def learner(self) -> Learner:
+    def learner(self) -> Learner | None:
         return layer_learner(self._heads, self.hidden_layers, max(FOLLOWED, self._heads.depth))
 
     def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:

@@ -181,9 +181,18 @@ def _is_assistant(directory: Path) -> bool:
 
 
 def _is_eagle3(directory: Path) -> bool:
-    """Returns True for EAGLE-3 heads, and for all heads in the form of the package speculators."""
+    """Returns True for EAGLE-3 heads, and for other heads in the form of speculators."""
     named = "eagle3" in _entry(directory, "architectures").lower()
-    return named or bool(_entry(directory, "speculators_model_type"))
+    return named or _entry(directory, "speculators_model_type") not in ("", "dflash")
+
+
+def _is_dflash(directory: Path) -> bool:
+    return (
+        "dflash" in _entry(directory, "architectures").lower()
+        or bool(_entry(directory, "dflash_config"))
+        or _entry(directory, "speculators_model_type") == "dflash"
+        or _entry(directory, "model_type") == "muse_glimmer_assistant"
+    )
 
 
 _NODES = Number(16, 0, MOST_NODES)
@@ -264,6 +273,13 @@ OWN = (
         in_sums=True,
         directory="it is the `*-assistant` checkpoint that is published beside a Gemma 4 model",
         recognise=_is_assistant,
+    ),
+    DrafterKind(
+        "dflash",
+        "shoal.drafting.dflash:BlockDrafter",
+        in_sums=True,
+        directory="it is a DFlash checkpoint that is published for the target",
+        recognise=_is_dflash,
     ),
     DrafterKind(
         "mtp",

@@ -30,6 +30,7 @@ from transformers.masking_utils import create_causal_mask
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
+from shoal.models.attention.pad import pad
 from shoal.models.cache import SlotCache
 from shoal.models.executors.executor import embedded
 from shoal.models.structure import Structure, last_column
@@ -328,7 +329,7 @@ def _inputs(
         query,
         key,
         value,
-        masks=state.masks,
+        masks=state.masks.both_ways() if options.get("both_ways") else state.masks,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=window,
         softcap=options.get("softcap"),
@@ -369,7 +370,8 @@ def _attend(
             f"a layer attends from {query.shape[2]} columns in a pass of {plan.q}: the model "
             f"leaves tokens out"
         )
-    return plan.pack(state.method(_inputs(state, module, query, key, value, options))), None
+    method = pad if options.get("both_ways") else state.method  # no kernel looks behind a column
+    return plan.pack(method(_inputs(state, module, query, key, value, options))), None
 
 
 def _attend_static(

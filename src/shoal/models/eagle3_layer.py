@@ -138,12 +138,7 @@ class Eagle3Heads(nn.Module):
 
         The logits are -inf for ids that the heads never draft.
         """
-        logits = self.drafted(states)
-        if logits.shape[-1] == self.target_vocab:
-            return logits  # type: ignore[no-any-return]
-        whole = logits.new_full((*logits.shape[:-1], self.target_vocab), -torch.inf)
-        whole[..., self.target_ids] = logits
-        return whole
+        return over_target(self.drafted(states), self.target_ids, self.target_vocab)
 
     def compute(self, tokens: Tensor, states: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Computes the layer's states, [rows, q, width], with the keys and values of a cache.
@@ -248,6 +243,20 @@ class Eagle3Model(nn.Module):
         states = self.heads.compute(tokens, own, position_ids, past_key_values)
         self.computed = plan.unpack(states)
         return SimpleNamespace(logits=self.heads.said(states[:, -logits_to_keep:]))
+
+
+def over_target(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """Spreads logits [..., drafted ids] over the target's vocabulary, -inf for other ids.
+
+    Args:
+        ids: the target's id of each drafted one.
+        vocab: the number of the target's ids.
+    """
+    if logits.shape[-1] == vocab:
+        return logits
+    whole = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
+    whole[..., ids] = logits
+    return whole
 
 
 def _with_mask(query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

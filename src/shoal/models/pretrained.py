@@ -182,8 +182,8 @@ def _own_target_reason(config: Any) -> str | None:
     assistant = config.model_type.endswith(ASSISTANT)
     if block or (assistant and "target_layer_ids" in entries):
         return (
-            "it drafts a block of tokens in one pass from hidden states of its own target, and "
-            "shoal has no such drafter; take a smaller model, or eagle3:DIR"
+            "it drafts a block of tokens in one pass from hidden states of its own target, and is "
+            "no model by itself: download it and give its directory as the drafter, dflash:DIR"
         )
     if assistant:
         return (

@@ -81,6 +81,13 @@ class Masks:
         made: T = self._made[key]
         return made
 
+    def both_ways(self) -> Masks:
+        """Returns the masks of the pass if a column sees those of its row behind it, too."""
+        layout = self.layout
+        if not isinstance(layout, Plan):
+            raise InternalError("attention goes one way in captured passes")
+        return self.once("both ways", lambda: Masks(layout.both_ways()))
+
     def clear(self) -> None:
         """Forgets all masks, because the layout's buffers have changed or will change."""
         self._made.clear()

@@ -8,6 +8,7 @@ before the node. A column sees itself and its ancestors: bit i of its word is 1 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from operator import add, sub
@@ -206,6 +207,14 @@ class Plan:
     def shares(self) -> bool:
         """True if some row has a prefix."""
         return any(self.offsets)
+
+    def both_ways(self) -> Plan:
+        """Returns the same layout, in which a column sees those of its row behind it, too."""
+        other = copy.copy(self)
+        other.__dict__.pop("words", None)
+        every = np.bitwise_or.reduce(_own(self.q))
+        other.tree_words = np.full((self.rows, self.q), every).view(np.int64)
+        return other
 
     # ── packed and padded ─────────────────────────────────────────────────────────────────────────
 

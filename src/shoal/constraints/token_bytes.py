@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -33,6 +34,14 @@ def token_bytes(tokenizer: Any) -> tuple[bytes | None, ...]:
                 spelled[i] = read(piece) or (piece.encode() if i in added else b"") or None
         _known[tokenizer] = tuple(spelled)
     return _known[tokenizer]
+
+
+def bytes_at(table: Sequence[bytes | None], token: int) -> bytes | None:
+    """Returns the bytes of a token by a table of `token_bytes`.
+
+    Ids behind the table, which a padded vocabulary has, have None.
+    """
+    return table[token] if token < len(table) else None
 
 
 def decoded(written: bytes) -> tuple[str, bytes] | None:

@@ -27,7 +27,7 @@ from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.behind import GAP, Behind, Places
 from shoal.constraints.syntax.grammars import SymbolGrammar, read_grammar
 from shoal.constraints.syntax.python import end_places
-from shoal.constraints.token_bytes import token_bytes
+from shoal.constraints.token_bytes import bytes_at, token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row
 
@@ -111,9 +111,7 @@ class GrammarMiddle(Cutting):
         self, tokens: Sequence[int], scores: Sequence[float], most: int
     ) -> tuple[int, int] | None:
         """Returns the best end; see `Cutting`. The places of highest score are tried first."""
-        own = [
-            (self._bytes[token] if token < len(self._bytes) else None) or b"" for token in tokens
-        ]
+        own = [bytes_at(self._bytes, token) or b"" for token in tokens]
         places, text = end_places(own, self._start.healing, scores, most)
         columns: list[Column | None] = [self._start.column]
         for character in text:
@@ -129,7 +127,7 @@ class GrammarMiddle(Cutting):
         return None
 
     def _token(self, state: GrammarText, token: int) -> GrammarText | None:
-        own = self._bytes[token] if token < len(self._bytes) else None
+        own = bytes_at(self._bytes, token)
         if own is None:
             return None
         new = own[state.healing :]

@@ -23,7 +23,7 @@ from typing import Any
 from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.viable import is_complete, is_viable, require_parser
-from shoal.constraints.token_bytes import decoded, token_bytes
+from shoal.constraints.token_bytes import bytes_at, decoded, token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row
 
@@ -230,9 +230,7 @@ class PythonMiddle(Cutting):
 
         The places of highest score are tried first, each by a parse of the whole.
         """
-        own = [
-            (self._bytes[token] if token < len(self._bytes) else None) or b"" for token in tokens
-        ]
+        own = [bytes_at(self._bytes, token) or b"" for token in tokens]
         places, text = end_places(own, self._start.healing, scores, most)
         ends = (place for place in places if self._may_cut(text[: place[1]]))
         return next(((size, count) for _, size, count in ends), None)
@@ -250,7 +248,7 @@ class PythonMiddle(Cutting):
         return is_viable(layout) and is_complete(self._left + text + self._right)
 
     def _read(self, state: Middle, token: int) -> Middle | None:
-        own = self._bytes[token] if token < len(self._bytes) else None
+        own = bytes_at(self._bytes, token)
         if own is None:
             return None
         healing = max(0, state.healing - len(own))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.python import end_places
-from shoal.constraints.token_bytes import decoded, token_bytes
+from shoal.constraints.token_bytes import bytes_at, decoded, token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row
 
@@ -78,7 +78,7 @@ class TreeMiddle(Cutting):
     def after(self, state: WrittenText, token: int) -> WrittenText | None:
         """Returns the state after a token; None for one that writes nothing, or no UTF-8."""
         if token not in state.after:
-            own = self._bytes[token] if token < len(self._bytes) else None
+            own = bytes_at(self._bytes, token)
             found = None if own is None else decoded(state.rest + own[state.healing :])
             state.after[token] = (
                 None
@@ -99,9 +99,7 @@ class TreeMiddle(Cutting):
 
         Where the file has faults of its own, ends with the fewest faults come first.
         """
-        own = [
-            (self._bytes[token] if token < len(self._bytes) else None) or b"" for token in tokens
-        ]
+        own = [bytes_at(self._bytes, token) or b"" for token in tokens]
         places, text = end_places(own, self._start.healing, scores, most)
         best, fewest = None, math.inf
         for _, size, count in places:

@@ -316,9 +316,8 @@ def test_carried_kernels_that_do_not_load_are_not_used(carried: Path) -> None:
 
 
 def test_the_machine_s_own_are_compiled_behind_carried_ones(carried: Path, calls: Calls) -> None:
-    """Of two processes at once one compiles; those that follow use what it made."""
+    """The first process does not wait for them; those that follow use them."""
     assert built()._name == str(of_level(carried, "x86-64-v4"))
-    building._Own.here().make_in_background()
     for _ in range(600):
         if made := list(calls.folder.glob("kernels-*.so")):
             break

@@ -24,7 +24,8 @@ from shoal.constraints.grammar import GrammarConstraint, TextState
 from shoal.constraints.json_schemas import ESCAPES, WHITESPACE, numbers, prepared
 from shoal.constraints.members import Members
 from shoal.constraints.protocol import Allowed, Constraint
-from shoal.constraints.schema_checks import Proofs, resolved, with_orders
+from shoal.constraints.schema_checks import with_orders
+from shoal.constraints.schema_proofs import Proofs, resolved
 from shoal.constraints.syntax.python import end_places
 from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.constraints.token_bytes import byte_letters, byte_level, sentence_piece

@@ -23,10 +23,10 @@ from torch import Tensor
 import shoal
 from schemas import SCHEMAS
 from shoal.config import Grammar, Sampling
-from shoal.constraints import compiler, json_schemas, schema_checks
+from shoal.constraints import compiler, json_schemas, schema_proofs
 from shoal.constraints import grammar as grammars
 from shoal.constraints import masks as row_masks
-from shoal.constraints.schema_checks import Proofs
+from shoal.constraints.schema_proofs import Proofs
 from shoal.errors import RequestError
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.tiny import END
@@ -461,9 +461,9 @@ def test_beside_anyof_a_oneof_stays() -> None:
 
 def test_keywords_beside_a_reference_count_where_the_draft_says_so() -> None:
     named = {"$defs": {"any": {}}, "oneOf": [{"$ref": "#/$defs/any", "type": "null"}, {"type": "object"}]}
-    for schema, proved in ((named, True), ({"$schema": "http://json-schema.org/draft-07/schema#", **named}, False)):
+    for schema, left in ((named, 2), ({"$schema": "http://json-schema.org/draft-07/schema#", **named}, 1)):
         text, _ = json_schemas.prepared(json.dumps(schema), "bounded")
-        assert ("anyOf" in json.loads(text)) == proved
+        assert len(json.loads(text)["anyOf"]) == left  # an object fits both where the type is not read
 
 
 VALUES = (
@@ -511,13 +511,75 @@ def test_what_is_proved_is_true(schemas: list[Any], definitions: dict[str, Any])
         assert not any(jsonschema.Draft202012Validator(root).is_valid(value) for value in VALUES)
 
 
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"oneOf": [{"minimum": 1}, {"maximum": 1}]}, 'use "anyOf"'),
+        ({"$ref": "https://a.test/b"}, 'https://a.test/b" is another document: copy it into $defs'),
+        ({"items": {"$ref": "#/$defs/none"}}, '"#/$defs/none" leads nowhere'),
+    ],
+)
+def test_a_refusal_speaks_of_the_schema(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)):
+        compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(of(schema))
+
+
+SHARED = {
+    "null in two": ({"oneOf": [{"type": ["string", "null"]}, {"type": ["number", "null"]}]}, ['"a"', "1.5"], ["null", "[]"]),
+    "all objects in two": (
+        {"oneOf": [{"type": "object"}, {"minimum": 1}, {"type": "null"}], "type": ["object", "null", "array"]},
+        ["[]"], ["{}", "null"],
+    ),
+    "one key of two": (
+        {
+            "properties": {"a": {"const": 1}, "b": {"const": 2}}, "additionalProperties": False,
+            "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        ['{"a":1}', '{"b":2}'], ["{}", '{"a":1,"b":2}', "3"],
+    ),
+    "draft 4": (
+        {"$schema": "http://json-schema.org/draft-04/schema#", "type": "number", "oneOf": [{"minimum": 2}, {"maximum": 1}]},
+        ["2", "1"], ["1.5", '"a"'],
+    ),
+}  # fmt: skip
+"""Alternatives that share values, with texts that fit one of them and texts that fit none or several."""
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_values_of_two_alternatives_are_left_out(name: str) -> None:
+    schema, right, wrong = SHARED[name]
+    assert [fits(of(schema), text) for text in right + wrong] == [True] * len(right) + [False] * len(wrong)
+
+
+@given(
+    st.lists(st.recursive(leaves, larger, max_leaves=4), min_size=2, max_size=4),
+    leaves | larger(leaves),
+    st.dictionaries(st.sampled_from("xy"), leaves),
+)
+@settings(max_examples=400, deadline=None)
+def test_anyof_in_the_place_of_oneof_takes_the_same_values(
+    alternatives: list[Any], context: Any, definitions: dict[str, Any]
+) -> None:
+    definitions = {
+        name: {} if "$ref" in str(schema) else schema for name, schema in {"x": {}, "y": {}, **definitions}.items()
+    }
+    root = {"$defs": definitions}
+    several = Proofs(root).any_of(context, alternatives, alternatives)
+    if several is not None:
+        one, some = (
+            jsonschema.Draft202012Validator({**root, "allOf": [context], keyword: schemas})
+            for keyword, schemas in (("oneOf", alternatives), ("anyOf", several))
+        )
+        assert [one.is_valid(value) for value in VALUES] == [some.is_valid(value) for value in VALUES]
+
+
 def test_a_proof_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices within choices multiply."""
     choice: dict[str, Any] = {"anyOf": [{"properties": {f"p{i}": {"const": i}}} for i in range(12)]}
     many = {"allOf": [choice] * 12}
     proofs = Proofs(many)
     assert not proofs.exclusive({}, [many, many])
-    assert -schema_checks.WORK < proofs._left < 0
+    assert -schema_proofs.WORK < proofs._left < 0
     cycle = {"$defs": {"x": {"$ref": "#/$defs/x"}, "y": {"allOf": [{"$ref": "#/$defs/y"}]}}}
     assert not Proofs(cycle).impossible([{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}])
 

@@ -99,6 +99,17 @@ def short(text: str) -> str:
         return f"{keywords[1]} cannot be kept: leave out what it says, or say it otherwise"
     if name := re.match("Unknown format: (.*)", text):
         return f'"format": "{name[1]}" cannot be kept: leave it out, or give a pattern'
+    if text.startswith("oneOf constraints are not supported"):
+        return (
+            '"oneOf" cannot be kept, as a value might fit two of its alternatives: use "anyOf", or '
+            'give each alternative another "type", or a required key with another "const"'
+        )
+    if reference := re.match("Resource '(.*?)' is not present in a registry", text):
+        return (
+            f'"$ref": "{reference[1]}" is another document: copy it into $defs, and refer to that'
+        )
+    if reference := re.match("Pointer '(.*?)' does not exist", text):
+        return f'"$ref": "#{reference[1]}" leads nowhere: the schema has no such part'
     if text.startswith("Unsatisfiable schema: Regex is empty"):
         return "no text fits what it says of a string (pattern, format, enum, lengths)"
     pattern = re.search(r"regex parse error:\s+(.*)\n|in regex /(.*)/$", text)

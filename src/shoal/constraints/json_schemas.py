@@ -13,14 +13,13 @@ from typing import Any
 
 from shoal.constraints.schema_checks import (
     BOUNDS,
-    Proofs,
     inward,
     require_exact,
     require_levels,
-    resolved,
     too_deep,
     with_orders,
 )
+from shoal.constraints.schema_proofs import REMARKS, Proofs, resolved
 from shoal.errors import RequestError
 
 WHITESPACE: dict[str, dict[str, Any]] = {
@@ -77,9 +76,10 @@ LOST = (
 )
 """The formats of JSON Schema that cannot be kept, and are refused. All others are remarks, as the
 standard has it: those of OpenAPI, of pydantic, of nobody."""
-REMARKS = ("title", "description", "examples", "default", "deprecated", "$comment")
 NAMED = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$", re.ASCII)
 """The patterns of one key, or of several."""
+DIALECTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
+"""The versions of JSON Schema whose alternatives are looked at. The first has `id` for `$id`."""
 _VALUES = ("const", "enum", "default", "examples")
 _NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -140,9 +140,9 @@ class _DocumentReader:
     def __init__(self, root: Any) -> None:
         self._root = root
         dialect = root.get("$schema", "2020-12") if isinstance(root, dict) else ""
-        known = isinstance(dialect, str) and any(
-            name in dialect for name in ("draft-06", "draft-07", "2019-09", "2020-12")
-        )
+        known = isinstance(dialect, str) and any(name in dialect for name in DIALECTS)
+        if known and "draft-04" in dialect and '"const"' in json.dumps(root):
+            known = False  # there it is no keyword, and llguidance reads it
         self._proofs = (
             Proofs(root, siblings="draft-0" not in str(dialect))
             if known and not _embeds(root)
@@ -215,15 +215,17 @@ class _DocumentReader:
         return items
 
     def _any_of(self, schema: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:
-        """Returns `anyOf` in the place of `oneOf`, if the alternatives exclude each other."""
+        """Returns `anyOf` in the place of `oneOf`, if it can take the same values."""
         alternatives = schema.get("oneOf")
         if self._proofs is None or not isinstance(alternatives, list) or "anyOf" in schema:
             return made
         rest = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
-        if not self._proofs.exclusive(rest, alternatives):
+        several = self._proofs.any_of(rest, alternatives, made["oneOf"])
+        if several is None:
             return made
         return {
-            "anyOf" if keyword == "oneOf" else keyword: value for keyword, value in made.items()
+            "anyOf" if keyword == "oneOf" else keyword: several if keyword == "oneOf" else value
+            for keyword, value in made.items()
         }
 
 
@@ -268,7 +270,7 @@ def _embeds(schema: Any, top: bool = True) -> bool:
     """
     if isinstance(schema, dict):
         named = not top and any(
-            isinstance(schema.get(keyword), str) for keyword in ("$id", "$schema")
+            isinstance(schema.get(keyword), str) for keyword in ("$id", "id", "$schema")
         )
         return named or any(_embeds(value, False) for value in schema.values())
     return isinstance(schema, list) and any(_embeds(value, False) for value in schema)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shoal.constraints.grammar_sources import quoted
-from shoal.constraints.json_schemas import REMARKS, prepared
+from shoal.constraints.json_schemas import prepared
+from shoal.constraints.schema_proofs import REMARKS
 from shoal.serve.call_texts import (
     LONGEST_COUNT,
     STRING_WORDS,

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import regret
 import stages
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
+from medusa_heads import save_medusa
 from never_slower import shuffled
 from shoal.api import Shoal
 from shoal.bench import decoding_methods, machine, quick, random_pairs, report_views
@@ -38,6 +40,7 @@ from shoal.loader import load
 from shoal.models.load_report import described
 from shoal.sampling.acceptance import RULES
 from shoal.sampling.scores import Scores
+from shoal.testing import save_pair
 from shoal.types import stats
 from shoal.types.rounds import Verdict
 from shoal.types.trees import DraftTree
@@ -123,6 +126,35 @@ def test_rates_of_plain_decoding_by_hand(pair: Shoal) -> None:
     assert weights in (4 * matrices, 4 * (matrices + config.vocab_size * config.hidden_size))
     moved = (7 * weights + 12 * context * load.kv) / 2.0
     assert rates(pair, work, run) == pytest.approx((flops, moved))
+    # prompts whose time is known are left out
+    apart = Run(2.0, (2.0, 2.0), ((0,) * 6,) * 2, replace(counts, seconds_rounds=1.5, seconds_prefill=0.5))
+    flops = 12 * (load.flops + load.attention_flops * context) / 1.5
+    assert rates(pair, work, apart) == pytest.approx((flops, (6 * weights + 12 * context * load.kv) / 1.5))
+
+
+def test_rates_count_the_drafter(pair: Shoal) -> None:
+    work = Work(((1, 2, 3, 4),), 2, 0.8, 6, seed=0)
+    counts = stats.Stats(target_passes=3, row_rounds=6, committed=12, draft_passes=9, drafted=18, seconds_rounds=1.0)
+    run = Run(1.0, (1.0, 1.0), ((0,) * 6,) * 2, counts)
+    target, drafter = Load.of(pair.target), Load.of_drafter(pair)
+    assert target is not None and drafter is not None  # noqa: PT018
+    assert pair.draft_model is not None
+    assert drafter == Load.of(pair.draft_model) != target
+    context = 4 + 3
+    with_drafts = rates(pair, work, run, drafter)
+    alone = target.done(3, 24, 6, context)
+    assert with_drafts == pytest.approx([a + b for a, b in zip(alone, drafter.done(9, 18, 18, context), strict=True)])
+    assert rates(pair, work, run) == pytest.approx(alone)  # a drafter of counts alone
+
+
+def test_the_load_of_heads_is_that_of_their_own_weights(tmp_path: Path) -> None:
+    heads = save_medusa(tmp_path / "medusa")
+    target, _ = save_pair(tmp_path)
+    with load(target, draft=f"medusa:{heads}", dtype="float32") as model:
+        own = Load.of_drafter(model)
+    with safe_open(heads / "medusa_lm_head.safetensors", "pt") as file:
+        size = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    assert own == Load(2.0 * size, 0.0, 4.0 * size, 0.0)
 
 
 def test_shares_are_of_the_higher_ceiling(report: Report) -> None:
@@ -430,7 +462,9 @@ def test_guided_methods_are_compared_on_the_guided_target(pair: Shoal) -> None:
         for found in (report, measured(pair, replace(job, guidance=0.0, plausibility=0.0)))
     )
     assert own.flops is not None and other.flops is not None  # noqa: PT018
-    per_run = [one.flops * one.runs[0]["seconds"] for one in (own, other)]  # of the only run, so that its time cancels out
+    per_run = [
+        one.flops * one.runs[0]["stats"]["seconds_rounds"] for one in (own, other)
+    ]  # of the only run, so that its time cancels out
     assert per_run[0] > 1.1 * per_run[1]  # the guide's operations count
     for name in job.lookaheads:
         runs = [

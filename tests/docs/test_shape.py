@@ -22,8 +22,8 @@ SHORT, LONG, SCREEN = 60, 400, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 361,
-    "lines": 86_283,
+    "modules": 362,
+    "lines": 86_405,
     "short modules": 3,
     "long modules": 0,
     "long functions": 5,

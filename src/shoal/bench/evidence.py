@@ -6,7 +6,8 @@ be timed.
 The ceilings of a machine are measured. The operations and bytes that the models must do are
 counted, not those done for padding: two operations per parameter and position, four per attended
 token, layer and channel; weights once per pass, the context's keys and values once per row and
-pass.
+pass. Prompts are left out, their operations and their time, where a method tells their time
+apart: the share is that of decoding.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from shoal.bench.decoding_methods import PLAIN, Method
 from shoal.bench.measure import Identity, compared, first_difference
 from shoal.bench.report import Checked
 from shoal.bench.work import Case, Ids, Run, Work
+from shoal.drafting.following import learner_of
+from shoal.drafting.model import ModelDrafter
 from shoal.errors import InternalError
 from shoal.models.runner import Runner
 
@@ -183,6 +186,22 @@ class Load:
             float(runner.memory.token_bytes),
         )
 
+    @staticmethod
+    def of_drafter(pair: Shoal) -> Load | None:
+        """Computes the load of a pair's drafter; of heads, that of their own weights.
+
+        It is None for drafters without weights of their own.
+        """
+        drafter = pair.new_drafter()
+        if isinstance(drafter, ModelDrafter):
+            return Load.of(drafter.runner)
+        if (learner := learner_of(drafter)) is None:
+            return None
+        theirs = {id(one) for one in pair.target.hf.parameters()}
+        own = [one for one in learner.weights.parameters() if id(one) not in theirs]
+        size = sum(one.numel() for one in own)
+        return Load(2.0 * size, 0.0, float(sum(one.nbytes for one in own)), 0.0)
+
     def done(self, passes: int, positions: int, rows: int, context: float) -> tuple[float, float]:
         """Computes (operations, bytes) of passes over a number of positions.
 
@@ -194,7 +213,9 @@ class Load:
         ), passes * self.weights + rows * context * self.kv
 
 
-def rates(pair: Shoal, work: Work, run: Run) -> tuple[float, float] | None:
+def rates(
+    pair: Shoal, work: Work, run: Run, drafter: Load | None = None
+) -> tuple[float, float] | None:
     """Computes (operations, bytes) per second of a run; None if its passes are not counted.
 
     The drafter is counted with a position per drafted token: catching up after a full acceptance is
@@ -203,33 +224,20 @@ def rates(pair: Shoal, work: Work, run: Run) -> tuple[float, float] | None:
     stats, target = run.stats, Load.of(pair.target)
     if stats is None or target is None:
         return None
+    seconds = stats.seconds_rounds or run.seconds
+    prefills, prompt = (0, 0) if stats.seconds_rounds else (stats.prefills, stats.prefill_tokens)
     context = sum(map(len, work.rows)) / len(work.rows) + run.committed / len(work.rows) / 2
-    prompt = stats.prefill_tokens
-    flops, moved = target.done(
-        stats.target_passes + stats.prefills,
-        stats.row_rounds + stats.drafted,
-        stats.row_rounds,
-        context,
-    )
-    flops += prompt * target.flops
-    drafter = (
-        Load.of(pair.draft_model) if pair.draft_model is not None and stats.draft_passes else None
-    )
-    if drafter is not None:
-        more_flops, more_moved = drafter.done(
-            stats.draft_passes + stats.prefills, stats.drafted + prompt, stats.drafted, context
-        )
-        flops, moved = flops + more_flops, moved + more_moved
+    rows, drafted = stats.row_rounds, stats.drafted
+    done = [target.done(stats.target_passes + prefills, rows + drafted, rows, context)]
+    done.append((prompt * target.flops, 0.0))
+    if drafter is not None and stats.draft_passes:
+        done.append(drafter.done(stats.draft_passes + prefills, drafted + prompt, drafted, context))
     guides = [one for one in (pair.guide, pair.expert) if one is not None and stats.guide_passes]
     for one in guides:
         guide = Load.of(one)
         if guide is None:
             return None
-        more_flops, more_moved = guide.done(
-            stats.guide_passes // len(guides) + stats.prefills,
-            stats.row_rounds + stats.drafted + prompt,
-            stats.row_rounds,
-            context,
-        )
-        flops, moved = flops + more_flops, moved + more_moved
-    return flops / run.seconds, moved / run.seconds
+        passes = stats.guide_passes // len(guides) + prefills
+        done.append(guide.done(passes, rows + drafted + prompt, rows, context))
+    flops, moved = map(sum, zip(*done, strict=True))
+    return flops / seconds, moved / seconds

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shoal.api import Shoal
 from shoal.bench.decoding_methods import PLAIN, Job, Method, baseline_method, shoal_method
-from shoal.bench.evidence import IdentityCheck, ceilings, rates
+from shoal.bench.evidence import IdentityCheck, Load, ceilings, rates
 from shoal.bench.machine import QuietGate, machine
 from shoal.bench.measure import in_turns
 from shoal.bench.random_pairs import imposing
@@ -116,6 +116,7 @@ class BenchmarkRunner:
         self.expected: dict[tuple[Case, str], list[float]] = {}
         self._peaks: dict[tuple[str, int, str], int] = {}
         self._refused: set[tuple[Case, str]] = set()
+        self._drafter_load = Load.of_drafter(self.pair)
         for case in self.job.cases:
             self._work(
                 case, 0
@@ -314,7 +315,7 @@ class BenchmarkRunner:
             if not whole:
                 continue
             used = [
-                rates(self.pair, self._work(case, i), run)
+                rates(self.pair, self._work(case, i), run, self._drafter_load)
                 for i, run in enumerate(runs[method.name][:whole])
             ]
             lines.append(

@@ -6,6 +6,9 @@ types.stats.
 
 from __future__ import annotations
 
+import gc
+import random
+import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,6 +122,31 @@ def test_room_that_is_not_used_takes_nothing() -> None:
     tree = PrefixTree(1 << 60)
     assert tree.add("", [1, 2, 3]) == (0, [0, 1, 2])
     assert tree.used == 3
+
+
+def test_a_tree_takes_what_it_says() -> None:
+    """The figure of a server's kept prompts counts the trees: Python's own numbers would take six times as much."""
+    tree, chance = PrefixTree(30_000), random.Random(0)
+    tracemalloc.start()
+    try:
+        for number in range(600):  # twice as many tokens as there is room for
+            tree.add(
+                str(number % 5), [chance.randrange(3) for _ in range(10)] + [chance.randrange(50_000) for _ in range(90)]
+            )
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 29_000 < tree.used <= 30_000
+    assert 0.5 * tree.nbytes < taken < 1.5 * tree.nbytes
+
+
+def test_a_server_tells_the_trees_of_its_kept_prompts() -> None:
+    with served(scripted_pair(), prefix_bytes=1 << 20) as server:
+        assert server.post(prompt="hello " * 20, max_tokens=2).status_code == 200
+        kept = server.worker.thread.engine.kept_prefixes
+        assert kept is not None
+        assert server.metric("shoal_prefix_bytes") == kept.nbytes > kept.allocated_bytes > 0
 
 
 def test_no_owner_is_remembered_of_whom_nothing_is_kept() -> None:

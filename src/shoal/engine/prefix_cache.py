@@ -124,6 +124,12 @@ class PrefixCache:
         """The bytes allocated for kept tokens, the drafter's included, with room for more."""
         return self._memory.allocated_bytes
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all that is kept: `allocated_bytes`, and the trees that find the tokens."""
+        memory = self._memory
+        return self.allocated_bytes + memory.kept.tree_bytes + memory.kept_for_drafts.tree_bytes
+
     def known(self, row: Row) -> int:
         """Returns how many tokens at the beginning of the row's prompt are kept.
 

@@ -246,7 +246,7 @@ class _Engine(Collector):
             yield GaugeMetricFamily(
                 "shoal_kv_bytes", "Bytes of keys and values allocated", engine.memory.used
             )
-            kept = 0 if engine.kept_prefixes is None else engine.kept_prefixes.allocated_bytes
+            kept = 0 if engine.kept_prefixes is None else engine.kept_prefixes.nbytes
             yield GaugeMetricFamily(
                 "shoal_prefix_bytes",
                 "Bytes allocated for prompts that are kept for later requests",

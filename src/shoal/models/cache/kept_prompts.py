@@ -13,6 +13,7 @@ into another row. So each row's cells are its own, and its passes are those of a
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -25,15 +26,24 @@ from shoal.models.cache.slots import SlotCache
 from shoal.types.requests import Prefix
 
 Cells = list[int]
+TOKEN_BYTES = 12
+"""The bytes of a kept token and of the number of its cell in a tree."""
+NODE_BYTES = 570
+"""The bytes of a node, its arrays, children and place in the order of use besides (measured)."""
 
 
 class _PrefixNode:
-    """The tokens after those of its parent, and their cells."""
+    """The tokens after those of its parent, and their cells.
+
+    Both are arrays: as Python's numbers a token and its cell take 80 bytes.
+    """
 
     __slots__ = ("cells", "children", "parent", "tokens")
 
-    def __init__(self, tokens: tuple[int, ...], cells: Cells, parent: _PrefixNode | None) -> None:
-        self.tokens, self.cells, self.parent = tokens, cells, parent
+    def __init__(
+        self, tokens: Sequence[int], cells: Sequence[int], parent: _PrefixNode | None
+    ) -> None:
+        self.tokens, self.cells, self.parent = array("i", tokens), array("q", cells), parent
         self.children: dict[int, _PrefixNode] = {}
 
     def path(self) -> Iterator[_PrefixNode]:
@@ -53,7 +63,7 @@ class PrefixTree:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._free: Cells = []
+        self._free = array("q")
         # Cells from `_begun` on were never taken, so that memory grows with the kept tokens.
         self._begun = 0
         self._roots: dict[str, _PrefixNode] = {}
@@ -63,6 +73,11 @@ class PrefixTree:
     def used(self) -> int:
         """The number of cells that are taken."""
         return self._begun - len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes that the tree takes, without the cells' keys and values."""
+        return TOKEN_BYTES * self.used + NODE_BYTES * len(self._by_use)
 
     def find(self, owner: str, tokens: Sequence[int]) -> Cells:
         """Returns the cells of the longest kept prefix of the tokens, and counts it as used."""
@@ -88,7 +103,7 @@ class PrefixTree:
         self._use(node)
         cells = self._take(min(len(tokens) - known, self.capacity - known), node)
         if cells:
-            added = _PrefixNode(tuple(tokens[known : known + len(cells)]), cells, node)
+            added = _PrefixNode(tokens[known : known + len(cells)], cells, node)
             node.children[added.tokens[0]] = added
             self._use(added)
         if root.children:
@@ -182,6 +197,11 @@ class KeptPrefixes:
     def allocated_bytes(self) -> int:
         """The number of bytes of all cells, taken or not."""
         return sum(tensor.nbytes for layer in self._layers for tensor in layer)
+
+    @property
+    def tree_bytes(self) -> int:
+        """The number of bytes of the tree beside them."""
+        return self._tree.nbytes
 
     def serves(self, cache: SlotCache) -> None:
         """Begins to keep tokens of rows of a cache."""

@@ -162,6 +162,9 @@ class Chunks:
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
 
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return str(self.pieces[token])
+
 
 def chunked(pieces: Sequence[bytes], kind: str, k: int, **limits: Any) -> tuple[list[str], Sample]:
     """(shown increments, sample) of a model that says these pieces one after the other."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -104,7 +104,8 @@ class Detokenizer:
         special = special_tokens(tokenizer)
         if shown:
             special = {token: name for token, name in special.items() if token not in shown}
-        self._silent = special.keys() | hidden if hidden else special.keys()
+        silent = special.keys() | hidden if hidden else special.keys()
+        self._is_silent = partial(_is_silent, tokenizer, silent)
         self._read_tokens = partial(
             tokenizer.decode,
             skip_special_tokens=not shown and not hidden,
@@ -139,7 +140,7 @@ class Detokenizer:
     def push(self, token: int) -> None:
         """Adds one token."""
         before, held_back = len(self.text), ""
-        if token not in self._silent:  # else thousands of them would be decoded again and again
+        if not self._is_silent(token):  # thousands would be decoded again and again
             self._ids.append(token)
             held_back = self._extend(final=False)
         self.ends.append(len(self.text))
@@ -177,8 +178,9 @@ class Detokenizer:
             self.text, self._ids[ids:] = text, []
             self._prefix, self._read, self._cut_prompt = state
             for token in tokens:
-                self._ids.append(token)
-                self._extend(final=False)
+                if not self._is_silent(token):
+                    self._ids.append(token)
+                    self._extend(final=False)
             self._extend(final=True)
 
     def _extend(self, *, final: bool) -> str:
@@ -233,7 +235,7 @@ class Detokenizer:
                     return
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._read_tokens([token for token in ids if token not in self._silent]))
+        return str(self._read_tokens([token for token in ids if not self._is_silent(token)]))
 
     def _look_for_stop(self, before: int, marked: int, held_back: str) -> None:
         """Cuts the text if the last token completed a stop string.
@@ -299,6 +301,17 @@ class Detokenizer:
         if marked is None:
             return len(self.text) - _overlap(self.text, stop)
         return marked.unmarked(len(marked.text) - _overlap(marked.text, stop))
+
+
+def _is_silent(tokenizer: Any, silent: Set[int], token: int) -> bool:
+    """Returns True for a token without a text of its own: a hidden one, or a padded row of the
+    model's head, whose id the tokenizer does not have."""
+    if token in silent:
+        return True
+    try:
+        return tokenizer.convert_ids_to_tokens(token) is None
+    except IndexError:  # of tokenizers in Python
+        return True
 
 
 def whole_characters(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:

@@ -9,24 +9,31 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 HEAVY = ("torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "scipy", "sklearn")
-START = """
-import json, sys
+SPARED = """
+import importlib.util, json, sys
+from shoal.models import head_start
 from shoal.models.head_start import StandIn, spare_imports
 spare_imports()
+"""
+LOADED = """
 import shoal.loader
 import torch
 """
 END = "\nprint(json.dumps(seen))"
 
 
-def seen(code: str, **variables: str) -> object:
-    """What a fresh process prints that has imported the classes as commands do."""
+def seen(code: str, before: str = "", **variables: str) -> object:
+    """What a fresh process prints that has imported the classes as commands do, after some code."""
     environment = {key: value for key, value in os.environ.items() if key != "WORLD_SIZE"} | variables
-    ended = subprocess.run([sys.executable, "-c", START + code + END], capture_output=True, text=True, env=environment)
+    ended = subprocess.run(
+        [sys.executable, "-c", SPARED + before + LOADED + code + END], capture_output=True, text=True, env=environment
+    )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -60,10 +67,144 @@ seen = [first is utils is torch._dynamo.utils, exc.counters is first.counters,
 """
 
 
+ASKED_WITHOUT_IMPORT = """
+spec = importlib.util.find_spec("torch._dynamo")
+seen = [spec.origin.endswith("__init__.py"), isinstance(torch._dynamo, StandIn)]
+"""
+PART_OF_IT = """
+import torch._dynamo._trace_wrapped_higher_order_op as part
+torch._dynamo.config.suppress_errors = True
+seen = [torch._dynamo._trace_wrapped_higher_order_op is part, torch._dynamo.config.suppress_errors]
+"""
+MARKED = """
+from torch._compile import _disable_dynamo
+operations = []
+
+def backend(graph, inputs):
+    operations.extend(node.target.__name__ for node in graph.graph.nodes if node.op == "call_function")
+    return graph.forward
+
+@torch.compiler.disable
+def by_the_user(x):
+    return x.sin()
+
+@_disable_dynamo
+def by_torch(x):
+    return x.exp()
+
+@torch.compiler.allow_in_graph
+def in_graph(x):
+    return x.tan()
+
+by_the_user(torch.zeros(2)), by_torch(torch.zeros(2)), in_graph(torch.zeros(2))
+assert isinstance(torch._dynamo, StandIn)
+value = torch.compile(lambda x: by_torch(by_the_user(in_graph(x) * 2) * 3), backend=backend)(torch.zeros(2)).tolist()
+seen = [operations, value]
+"""
+"""What is marked before the compiler is there is marked for it: two functions break the graph, one is a node of it."""
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [(COMPILED, [[1], [2.0] * 3, False]), (NAMED, [True, True, False, True])],
-    ids=["compile", "by name"],
+    [
+        (COMPILED, [[1], [2.0] * 3, False]),
+        (NAMED, [True, True, False, True]),
+        (ASKED_WITHOUT_IMPORT, [True, True]),
+        (PART_OF_IT, [True, True]),
+        (MARKED, [["in_graph", "mul", "mul"], [1.0, 1.0]]),
+    ],
+    ids=["compile", "by name", "by spec", "part", "marks"],
 )
 def test_the_compiler_is_there_for_who_asks(code: str, expected: list[object]) -> None:
     assert seen(code) == expected
+
+
+FAILING = """
+class Failing:
+    left = [{error}]
+
+    def find_spec(self, name, path, target=None):
+        if name == {name!r} and self.left:
+            raise self.left.pop()
+
+sys.meta_path.insert(0, Failing())
+"""
+CLASSES = """
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+logits = LlamaForCausalLM(config)(torch.tensor([[1, 2]])).logits
+"""
+
+
+def test_a_torch_whose_part_needs_more_keeps_its_compiler() -> None:
+    """Another release of torch may fail in another way than by an ImportError where the part comes without the rest."""
+    failing = FAILING.format(name="torch._dynamo._trace_wrapped_higher_order_op", error="RuntimeError('needs more')")
+    code = CLASSES + "seen = [isinstance(torch._dynamo, StandIn), list(logits.shape)]"
+    assert seen(code, before=failing) == [False, [1, 2, 8]]
+
+
+FIRST = """
+failed = False
+try:
+    import transformers.modeling_utils
+except ImportError as error:
+    failed = str(error) == "not yet"
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("transformers.modeling_flash_attention_utils", True),
+        ("transformers.masking_utils", False),
+        ("transformers.generation.utils", False),
+    ],
+)
+def test_an_import_that_fails_leaves_true_answers_and_can_be_repeated(name: str, needed: bool) -> None:
+    failing = FAILING.format(name=name, error="ImportError('not yet')")
+    code = CLASSES + "import transformers.utils\nseen = [failed, transformers.utils.is_torch_distributed_available()]"
+    assert seen(code, before=failing + FIRST) == [needed, True]
+
+
+def test_transformers_of_another_release_may_lack_a_question() -> None:
+    before = "head_start.QUESTIONS += ('is_absent_available',)\n"
+    assert seen(CLASSES + "seen = list(logits.shape)", before=before) == [1, 2, 8]
+
+
+REMOTE = """
+import torch
+import torch._dynamo
+from transformers import LlamaForCausalLM
+
+torch._dynamo.config.suppress_errors = False
+
+
+@torch.compile(backend="eager")
+def doubled(x):
+    return x + x
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    def forward(self, *arguments, **options):
+        output = super().forward(*arguments, **options)
+        output.logits = doubled(output.logits)
+        return output
+"""
+
+
+def test_code_of_a_models_repository_may_compile(tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "modeling_own.py").write_text(REMOTE)
+    assert "auto_map" in (tmp_path / "config.json").read_text()
+    code = f"""
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+before = isinstance(torch._dynamo, StandIn)
+read = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=True).eval()
+after = isinstance(torch._dynamo, StandIn)
+stock = LlamaForCausalLM.from_pretrained({str(tmp_path)!r}).eval()
+tokens = torch.tensor([[1, 2]])
+seen = [before, after, type(read).__name__, torch.allclose(read(tokens).logits, 2 * stock(tokens).logits)]
+"""
+    assert seen(code, HF_MODULES_CACHE=str(tmp_path / "modules")) == [True, False, "OwnForCausalLM", True]

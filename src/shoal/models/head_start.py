@@ -10,13 +10,17 @@ The classes of models import the compiler of torch and its tensors that are shar
 SciPy and scikit-learn where they are installed. Decoding uses none of them, and they are a quarter
 of the time to a command's first token. So Transformers is told that they are not there while its
 classes are imported, and a stand-in takes the place of the compiler until something of it is
-needed. A library is told nothing: its process belongs to the user, who may train in it.
+needed. A library is told nothing: its process belongs to the user, who may train in it. A user's
+module may ask for the compiler at any time. It then gets the compiler itself, which learns of the
+functions that were marked before.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
+import inspect
 import mmap
 import os
 import sys
@@ -50,7 +54,7 @@ def spare_imports() -> None:
 
 
 class StandIn(ModuleType):
-    """A module in the place of the compiler, whose marks on functions nobody else reads.
+    """A module in the place of the compiler, which keeps the marks on functions for it.
 
     Whatever else is asked of it brings in the compiler itself.
     """
@@ -59,28 +63,68 @@ class StandIn(ModuleType):
         super().__init__(COMPILER)
         self.torch = importlib.import_module("torch")
         self.__path__ = [os.path.join(place, "_dynamo") for place in self.torch.__path__]
+        self.__spec__ = PathFinder.find_spec(COMPILER, self.torch.__path__)
+        self._marks: list[tuple[str, Any]] = []
+        self._leaving = threading.Lock()
 
     def take_place(self) -> None:
-        """Becomes the module of that name, with the one part that Transformers takes."""
+        """Becomes the module of that name, with the one part that Transformers takes.
+
+        Where the part cannot be imported alone, as in another release of torch, the compiler stays
+        in its place.
+        """
         sys.modules[COMPILER] = vars(self.torch)["_dynamo"] = self
-        with suppress(ImportError):
+        try:
             importlib.import_module(PART)
+        except Exception:
+            self._leave()
 
     def give_way(self) -> ModuleType:
         """Returns the compiler itself, which takes this place."""
-        if sys.modules.get(COMPILER) is self:
-            del sys.modules[COMPILER], vars(self.torch)["_dynamo"]
-        return importlib.import_module(COMPILER)
+        self._leave()
+        compiler = importlib.import_module(COMPILER)
+        if PART in sys.modules:  # imported before its parent, which does not know it yet
+            setattr(compiler, PART.rpartition(".")[2], sys.modules[PART])
+        while self._marks:
+            with suppress(IndexError):  # another thread has it
+                name, function = self._marks.pop(0)
+                getattr(compiler, name)(function)
+        return compiler
+
+    def _leave(self) -> None:
+        """Frees the place, unless the compiler has taken it. No import waits for the lock."""
+        with self._leaving:
+            if sys.modules.get(COMPILER) is self:
+                del sys.modules[COMPILER], vars(self.torch)["_dynamo"]
 
     def allow_in_graph(self, function: Any) -> Any:
-        """Returns the function."""
+        """Returns the function, which the compiler learns of later."""
+        self._marks.append(("allow_in_graph", function))
         return function
 
-    assume_constant_result = allow_in_graph
+    def assume_constant_result(self, function: Any) -> Any:
+        """Returns the function, which the compiler learns of later."""
+        self._marks.append(("assume_constant_result", function))
+        return function
 
-    def disable(self, function: Any = None, *_: Any, **__: Any) -> Any:
-        """Returns the function, or a decorator that returns it."""
-        return self.allow_in_graph if function is None else function
+    def disable(self, function: Any = None, *options: Any, **named: Any) -> Any:
+        """Returns a function that the compiler does not trace, or a decorator that returns it."""
+        if function is None:
+            return lambda given: self.disable(given, *options, **named)
+        if not inspect.isfunction(function):
+            return self.give_way().disable(function, *options, **named)
+        disabled: list[Any] = []
+
+        @functools.wraps(function)
+        def untraced(*arguments: Any, **keywords: Any) -> Any:
+            if sys.modules.get(COMPILER) is self:
+                return function(*arguments, **keywords)
+            if not disabled:
+                disabled.append(self.give_way().disable(function, *options, **named))
+            return disabled[0](*arguments, **keywords)
+
+        vars(untraced)["_torchdynamo_disable"] = True
+        return untraced
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # as `inspect` asks of every module
@@ -136,7 +180,8 @@ def _sparing(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], No
         with _denied():
             execute(module)
             for name in OTHERS:
-                importlib.import_module(name)
+                with suppress(ImportError):  # told to the code that needs it
+                    importlib.import_module(name)
 
     return spare
 
@@ -146,8 +191,8 @@ def _denied() -> Iterator[None]:
     """Answers Transformers' questions with no during the block."""
     utils = importlib.import_module("transformers.utils")
     asked = [(place, name) for place in (utils, utils.import_utils) for name in QUESTIONS]
-    answers = [(place, name, getattr(place, name)) for place, name in asked]
-    for place, name in asked:
+    answers = [(place, name, getattr(place, name)) for place, name in asked if hasattr(place, name)]
+    for place, name, _ in answers:
         setattr(place, name, lambda: False)
     try:
         yield

@@ -725,8 +725,8 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert err == b""
 
 
-def test_a_wrong_path_is_found_before_torch_is_imported(tmp_path: Path) -> None:
-    """Of every command, all in one process that has not imported it yet."""
+def test_a_wrong_path_or_option_is_found_before_torch_is_imported(tmp_path: Path) -> None:
+    """Of every command, and draft lengths and sampling, all in one process that has not imported it yet."""
     work = {
         "generate": ["-p", "x"],
         "serve": [],
@@ -738,6 +738,9 @@ def test_a_wrong_path_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     work["complete"] = [__file__, "--at", "1:1"]
     lines = [[command, *arguments, "--model", str(tmp_path / "nowhere")] for command, arguments in work.items()]
     lines.append(["batch", str(tmp_path / "nowhere.jsonl"), "out"])
+    drafting = {name: work.get(name, []) for name in ("generate", "complete", "batch", "serve", "chat", "demo")}
+    lengths = [[command, *arguments, "--lookahead", "of"] for command, arguments in drafting.items()]
+    lines += [*lengths, ["generate", "-p", "x", "--temperature", "-1"], ["chat", "--top-p", "2"]]
     code = (
         "import json, sys; from shoal.cli import run; codes = [run(line) for line in json.loads(sys.argv[1])]; "
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; print(codes)"
@@ -746,33 +749,13 @@ def test_a_wrong_path_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     assert json.loads(ended.stdout) == [2] * len(lines), ended.stderr
     assert ended.stderr.count("nowhere does not exist") == len(work), ended.stderr
     assert ended.stderr.count("cannot read") == 1
+    assert ended.stderr.count("lookahead must be 'auto'") == len(drafting), ended.stderr
 
 
 def test_a_prompt_that_is_too_long_names_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Not the place where the package lies."""
     assert cli.run(["generate", "-p", "x " * 1200, "-n", "1"]) == 2
     assert "tokens; bundled target holds 1024, the first new token included" in capsys.readouterr().err
-
-
-def test_a_wrong_option_is_found_before_torch_is_imported() -> None:
-    """Draft lengths and sampling, in one process that has not imported it yet."""
-    prompts = {
-        "generate": ["-p", "x"],
-        "complete": [__file__, "--at", "1:1"],
-        "batch": [__file__, "out"],
-        "serve": [],
-        "chat": [],
-        "demo": [],
-    }
-    lines = [[command, *arguments, "--lookahead", "of"] for command, arguments in prompts.items()]
-    lines += [["generate", "-p", "x", "--temperature", "-1"], ["chat", "--top-p", "2"]]
-    code = (
-        "import json, sys; from shoal.cli import run; codes = [run(line) for line in json.loads(sys.argv[1])]; "
-        "assert 'torch' not in sys.modules; print(codes)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code, json.dumps(lines)], capture_output=True, text=True)
-    assert json.loads(ended.stdout or "0") == [2] * len(lines), ended.stderr
-    assert ended.stderr.count("lookahead must be 'auto'") == len(prompts), ended.stderr
 
 
 def test_serving_in_one_process_does_without_ray() -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import shoal
-from laws import ALPHA, joint
-from proposals import Proposal, decoded, recorded
+from laws import ALPHA
+from proposals import Proposal, decoded, p_of_two_tokens, recorded, require_tokens_of_plain_decoding
 from shoal.config import Limits, Sampling
 from shoal.drafting import hidden
 from shoal.drafting.assistant import AssistantDrafter
@@ -32,7 +32,6 @@ from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair
-from shoal.testing.enumeration import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
 
@@ -192,22 +191,7 @@ def test_a_row_says_the_same_whatever_is_beside_it(tmp_path: Path) -> None:
 
 
 def test_tokens_are_those_of_plain_decoding(pair: Pair) -> None:
-    """Greedy by both rules, those of Transformers' `generate`; under the coupled rule at T > 0 as well."""
-    for rule, temperature in ((Rejection(), 0.0), (Coupled(), 0.0), (Coupled(), 2.0)):
-        plain, expected = decoded(pair.target, None, rule, temperature, PROMPTS)
-        engine, found = decoded(pair.target, pair.drafter(), rule, temperature, PROMPTS)
-        assert [row.tokens for row in found] == [row.tokens for row in expected]
-        stats = engine.stats
-        assert stats.committed == stats.row_rounds + stats.accepted
-        assert plain.stats.row_rounds == plain.stats.committed
-        assert stats.drafted > stats.row_rounds
-        assert 0 < stats.draft_passes <= 3 * stats.rounds
-        for row in [] if temperature else found:
-            ids = torch.tensor([row.request.prompt_ids])
-            said = pair.target.hf.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=row.new_tokens, do_sample=False
-            )
-            assert row.tokens == said[0].tolist()
+    require_tokens_of_plain_decoding(pair.target, pair.drafter, PROMPTS)
 
 
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
@@ -215,18 +199,8 @@ def test_tokens_are_those_of_plain_decoding(pair: Pair) -> None:
 def test_two_tokens_have_their_law(shared: int, rule: Rule, tmp_path: Path) -> None:
     """By enumeration; it would fail with probability 1e-6 if its seeds were drawn anew."""
     pair = loaded(tmp_path, 5, shared=shared)
-    target = pair.target
-    target.shares = False  # right behind a stored prompt nothing is drafted
-    prompt = (1, 4, 2)
-    with torch.inference_mode():
-        every = target.hf(torch.tensor([[*prompt, first] for first in range(5)]), use_cache=False).logits / 2.0
-    law = every[:, 2].softmax(-1).diagonal()[:, None] * every[:, 3].softmax(-1)
-    engine = Engine(target, pair.drafter(), Fixed(2), max_batch=120, rule=rule)
-    rows = engine.submit(Request(prompt, 1200, Sampling(temperature=2.0, seed=3), Limits(max_new_tokens=2)))
-    while engine.step():
-        pass
-    assert chi_square(joint(rows, 5), law) > ALPHA
-    assert 0 < engine.stats.accepted < engine.stats.drafted
+    pair.target.shares = False  # right behind a stored prompt nothing is drafted
+    assert p_of_two_tokens(pair.target, pair.drafter(), (1, 4, 2), 1200, rule) > ALPHA
 
 
 # ── the way in ──────────────────────────────────────────────────────────────────────────────────────────────────────

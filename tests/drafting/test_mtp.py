@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import shoal
-from laws import ALPHA, joint
+from laws import ALPHA
 from mtp_layers import HYBRID, PLAIN, by_definition, save_mtp
-from proposals import Proposal, decoded, recorded
+from proposals import Proposal, decoded, p_of_two_tokens, recorded, require_tokens_of_plain_decoding
 from shoal.config import Limits, Sampling
 from shoal.drafting import eagle3, hidden
 from shoal.drafting.draft import read_draft
@@ -35,7 +35,6 @@ from shoal.models.loading import wrap
 from shoal.models.mtp_layer import MtpHeads
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing.enumeration import chi_square
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
 
@@ -264,32 +263,14 @@ def test_auto_passes_over_layers_that_are_not_whole(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize("tree", ["", "rsd-s"])
 def test_tokens_are_those_of_plain_decoding(target: Runner, tree: str) -> None:
-    """Greedy by both rules, those of Transformers' `generate`; under the coupled rule at T > 0 as well."""
-    tokens_are_those_of_plain_decoding(target, tree)
+    drafter = MtpDrafter.for_target(target, tree=tree)
+    assert bool(drafter.max_nodes) == bool(tree and target.takes_trees)
+    if not tree or target.takes_trees:  # else chains, as without
+        require_tokens_of_plain_decoding(target, lambda: MtpDrafter.for_target(target, tree=tree), PROMPTS)
 
 
 def test_tokens_of_several_layers_are_those_of_plain_decoding(deep: Runner) -> None:
-    tokens_are_those_of_plain_decoding(deep, "")
-
-
-def tokens_are_those_of_plain_decoding(target: Runner, tree: str) -> None:
-    for rule, temperature in ((Rejection(), 0.0), (Coupled(), 0.0), (Coupled(), 2.0)):
-        drafter = MtpDrafter.for_target(target, tree=tree)
-        assert bool(drafter.max_nodes) == bool(tree and target.takes_trees)
-        if tree and not target.takes_trees:
-            return  # chains, as without
-        plain, expected = decoded(target, None, rule, temperature, PROMPTS)
-        engine, found = decoded(target, drafter, rule, temperature, PROMPTS)
-        assert [row.tokens for row in found] == [row.tokens for row in expected]
-        stats = engine.stats
-        assert stats.committed == stats.row_rounds + stats.accepted
-        assert plain.stats.row_rounds == plain.stats.committed
-        assert stats.drafted > stats.row_rounds
-        assert 0 < stats.draft_passes <= 3 * stats.rounds
-        for row in [] if temperature else found:
-            ids = torch.tensor([row.request.prompt_ids])
-            said = target.hf.generate(ids, max_new_tokens=row.new_tokens, do_sample=False)
-            assert row.tokens == said[0].tolist()
+    require_tokens_of_plain_decoding(deep, lambda: MtpDrafter.for_target(deep), PROMPTS)
 
 
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
@@ -297,16 +278,7 @@ def tokens_are_those_of_plain_decoding(target: Runner, tree: str) -> None:
 def test_two_tokens_have_their_law(architecture: str, layers: int, rule: Rule, tmp_path: Path) -> None:
     """By enumeration; it would fail with probability 1e-6 if its seeds were drawn anew."""
     target = loaded(save_mtp(tmp_path, architecture, vocab=5, layers=layers))
-    prompt = (1, 4, 2)
-    with torch.inference_mode():
-        every = target.hf(torch.tensor([[*prompt, first] for first in range(5)]), use_cache=False).logits / 2.0
-    law = every[:, 2].softmax(-1).diagonal()[:, None] * every[:, 3].softmax(-1)
-    engine = Engine(target, MtpDrafter.for_target(target), Fixed(2), max_batch=120, rule=rule)
-    rows = engine.submit(Request(prompt, 1200, Sampling(temperature=2.0, seed=3), Limits(max_new_tokens=2)))
-    while engine.step():
-        pass
-    assert chi_square(joint(rows, 5), law) > ALPHA
-    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert p_of_two_tokens(target, MtpDrafter.for_target(target), (1, 4, 2), 1200, rule) > ALPHA
 
 
 # ── the way in ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed, by_name
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
-from shoal.sampling.acceptance import Rejection, Rule
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import tiny_model
 from shoal.testing.enumeration import chi_square
 from shoal.types.requests import Request, Row
@@ -47,17 +47,43 @@ def recorded(drafter: Drafter) -> list[Proposal]:
 
 
 @torch.inference_mode()
-def p_of_two_tokens(hf: Any, drafter: Drafter, prompt: Sequence[int], samples: int) -> float:
-    """The p-value of two tokens of four, by rejection sampling at temperature 2, under the target's own logits."""
-    first = hf(torch.tensor([prompt])).logits[0, -1].double().div(2).softmax(-1)
-    second = hf(torch.tensor([[*prompt, token] for token in range(4)])).logits[:, -1].double().div(2).softmax(-1)
-    engine = Engine(wrap(hf, "tiny", checked=False), drafter, by_name(1), max_batch=200, rule=Rejection())
+def p_of_two_tokens(target: Any, drafter: Drafter, prompt: Sequence[int], samples: int, rule: Rule | None = None) -> float:
+    """The p-value of two tokens at temperature 2 under the target's own logits, by rejection sampling or another rule.
+
+    Args:
+        target: a runner, or a model of Transformers.
+        drafter: the drafter.
+        prompt: the prompt's ids.
+        samples: the number of rows.
+        rule: the rule.
+    """
+    made = target if isinstance(target, Runner) else wrap(target, "tiny", checked=False)
+    after = [[*prompt, token] for token in range(made.vocab_size)]
+    law = made.hf(torch.tensor(after), use_cache=False).logits[:, -2:].double().div(2).softmax(-1)
+    engine = Engine(made, drafter, by_name(1), max_batch=200, rule=rule or Rejection())
     limits = Limits(max_new_tokens=2)
     rows = engine.submit(Request(tuple(prompt), samples, Sampling(temperature=2.0, seed=11), limits))
     while engine.step():
         pass
     assert 0 < engine.stats.accepted < engine.stats.drafted
-    return chi_square(joint(rows, 4), first[:, None] * second)
+    return chi_square(joint(rows, made.vocab_size), law[0, 0][:, None] * law[:, 1])
+
+
+def require_tokens_of_plain_decoding(target: Runner, make: Callable[[], Drafter], prompts: Sequence[Sequence[int]]) -> None:
+    """Greedy by both rules, those of Transformers' `generate`; under the coupled rule at T > 0 as well."""
+    for rule, temperature in ((Rejection(), 0.0), (Coupled(), 0.0), (Coupled(), 2.0)):
+        plain, expected = decoded(target, None, rule, temperature, prompts)
+        engine, found = decoded(target, make(), rule, temperature, prompts)
+        assert [row.tokens for row in found] == [row.tokens for row in expected]
+        stats = engine.stats
+        assert stats.committed == stats.row_rounds + stats.accepted
+        assert plain.stats.row_rounds == plain.stats.committed
+        assert stats.drafted > stats.row_rounds
+        assert 0 < stats.draft_passes <= 3 * stats.rounds
+        for row in [] if temperature else found:
+            ids = torch.tensor([row.request.prompt_ids])
+            options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": row.new_tokens, "do_sample": False}
+            assert row.tokens == target.hf.generate(ids, **options)[0].tolist()
 
 
 def require_every_way_in(place: Path, spec: str, capsys: pytest.CaptureFixture[str]) -> Any:

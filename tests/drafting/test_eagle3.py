@@ -21,6 +21,7 @@ import shoal
 from eagle_heads import CONFIG, DRAFTS, WIDTH, V, by_definition, random_heads, save_eagle3
 from exits import run
 from proposals import Proposal, recorded
+from shoal.config import Limits, Sampling
 from shoal.drafting import eagle3, hidden
 from shoal.drafting.draft import read_draft
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
@@ -29,13 +30,16 @@ from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.shapes import shape_of
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
+from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
+from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair, tiny_model
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import table_model
+from shoal.types.requests import Request
 
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 
@@ -85,6 +89,24 @@ def test_drafts_are_those_of_the_definition(place: Path, target: Runner, sharing
     )  # norms and angles are float32
     assert not drafter._own
     assert not drafter._prompts._of
+
+
+@torch.inference_mode()
+def test_drafts_after_a_pause_are_those_of_the_definition(place: Path, target: Runner) -> None:
+    """The cells of a paused row are computed again, from all its states."""
+    drafter = Eagle3Drafter.for_target(target, directory=str(place))
+    proposals = recorded(drafter)
+    engine = Engine(target, drafter, Fixed(3), max_batch=2, rule=Rejection(), quantum=8)
+    for number, (length, n) in enumerate(((9, 3), (5, 2), (7, 2))):
+        prompt = tuple((7 * i * i + number) % 250 for i in range(length))
+        engine.submit(Request(prompt, n, Sampling(temperature=2.0, seed=number), Limits(max_new_tokens=30)))
+        engine.step()
+    while engine.step():
+        pass
+    assert engine.stats.pauses >= 4
+    assert 0 < engine.stats.accepted < engine.stats.drafted
+    assert largest_difference(target, proposals, load_file(place / "model.safetensors")) < 1e-6
+    assert not drafter._own
 
 
 class TreeRecorder(Eagle3TreeDrafter):

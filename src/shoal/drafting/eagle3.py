@@ -235,7 +235,7 @@ class Eagle3Drafter(ModelDrafter):
         self._own: dict[Row, tuple[int, list[Tensor]]] = {}
         """The hidden states of rows from a position on, as pieces [positions, features].
 
-        Earlier positions are in the cache.
+        All are kept: a row that pauses loses its cells, and they are computed again.
         """
         self._columns: list[slice] = []
         """The columns of each row of the last pass that drafts may follow.
@@ -278,10 +278,8 @@ class Eagle3Drafter(ModelDrafter):
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         super().observe(rows, scores, verdict)
         for row, states in zip(rows, kept(scores, verdict), strict=True):
-            start, pieces = self._own.setdefault(row, (len(row.tokens) - 1 - len(states), []))
+            _, pieces = self._own.setdefault(row, (len(row.tokens) - 1 - len(states), []))
             pieces.append(states.clone())  # a view would keep all columns of all rows
-            if row in self._slots.known([row]) and self._held(row) > start + len(pieces[0]):
-                self._own[row] = start + len(pieces[0]), pieces[1:]
 
     def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
         super().end([row for row, _ in copies])

@@ -204,12 +204,63 @@ def test_tests_may_use_what_the_prompt_defines(box: Sandbox) -> None:
     assert not execute(asked, "    return a", box).passed
 
 
-CLASS = "class Pair:\n    def __init__(self, a): self.a = a\n\ndef f(a):\n"
+OWN = """from dataclasses import dataclass
+from enum import Enum
+@dataclass(frozen=True)
+class P:
+    x: int
+    more: object = None
+class C(Enum):
+    R = 1
+class K:
+    __slots__ = "value"
+    def __init__(self, value): self.value = value
+    def __eq__(self, other): return isinstance(other, K) and self.twice() == other.twice()
+    def __hash__(self): return 1
+    def twice(self): return 2 * self.value
+def f(a):
+"""
+SAME = [
+    "P(1)",
+    "[P(1), P(2)]",
+    "{'a': P(1)}",
+    "C.R",
+    "[C.R]",
+    "{C.R: 1}",
+    "K(1)",
+    "[K(1)]",
+    "{K(1), K(2)}",
+    "P(1, P(2, (K(3), C.R)))",
+]
+
+
+def test_objects_of_classes_that_the_prompt_defines_reach_the_tests(box: Sandbox) -> None:
+    """By their attributes, made of the prompt's own classes, with or without a canonical solution."""
+    tests = "def check(candidate):\n" + "".join(f"    assert candidate({i}) == {one}\n" for i, one in enumerate(SAME))
+    asked = problem(tests, OWN)
+    for first, outcome in ((SAME[0], "passed"), ("P(3)", "failed"), ("K(1)", "failed")):
+        result = execute(asked, f"    return [{', '.join([first, *SAME[1:]])}][a]", box)
+        assert (result.outcome, result.in_subprocess) == (outcome, True), result.detail
+
+
+@pytest.mark.parametrize(("body", "said"), [
+    ("    class Any:\n        def __eq__(self, other): return True\n    return Any()", "'Any' cannot pass between"),
+    ("    return Any()\nclass Any:\n    def __eq__(self, other): return True", "'Any', which the completion defines"),
+    ("    return K(5)\nclass K:\n    def __init__(self, v): self.twice = bool\n", "'twice' of a 'K' is no"),
+    ("    return K(5)\nclass K:\n    __init__ = lambda *_: None\n    v, __eq__ = 5, lambda *_: True", "AttributeError"),
+    ("    return K(5)\nclass K:\n    def __init__(self, v): vars(self)['__dict__'] = {'twice': bool}", "'__dict__' of a 'K'"),
+])  # fmt: skip
+def test_a_class_of_the_completion_decides_nothing(box: Sandbox, body: str, said: str) -> None:
+    asked = problem("def check(candidate):\n    assert candidate(1) == K(1)", OWN, "    return K(1)")
+    assert execute(asked, "    return K(1)", box).in_subprocess
+    result = execute(asked, body, box)
+    assert (result.outcome, result.in_subprocess, said in result.detail) == ("failed", True, True), result.detail
 
 
 def test_values_that_cannot_travel_share_a_process_for_the_problems_sake_only(box: Sandbox) -> None:
-    returned = problem("def check(candidate):\n    assert candidate(1).a == 1", CLASS, "    return Pair(a)")
-    for body, outcome in (("    return Pair(a)", "passed"), ("    return Pair(2)", "failed")):
+    within = "    class Pair:\n        a = 1\n    return Pair()"
+    returned = problem("def check(candidate):\n    assert candidate(1).a == 1", canonical=within)
+    for body, outcome in ((within, "passed"), (within.replace("1", "2"), "failed")):
         result = execute(returned, body, box)
         assert (result.outcome, result.in_subprocess) == (outcome, False)
     given = problem("def check(candidate):\n    assert candidate(lambda: 3) == 3")
@@ -408,6 +459,7 @@ def test_what_is_no_plain_data_does_not_travel(value: Any) -> None:
         [["type", "eval"]],
         [["exception", "SystemExit", 0]],
         [["namedtuple", "x", [0], [0]]],
+        [["own", "object", [0]]],
     ],
 )
 def test_nothing_else_is_made_of_what_arrives(nodes: Any) -> None:

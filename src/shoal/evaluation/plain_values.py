@@ -15,6 +15,7 @@ import collections
 import collections.abc
 import datetime
 import decimal
+import enum
 import fractions
 import ipaddress
 import numbers
@@ -142,12 +143,16 @@ class NotSerializable(TypeError):
     """A value that is not plain data."""
 
 
-def encode(value: Any) -> Any:
+def encode(value: Any, own: Any = None) -> Any:
     """Encodes plain data as JSON: [value, node, ...].
 
     A value is a scalar of JSON, or [number of a node]. A node is [kind, value, ...]. Values of
     any depth can be encoded, also values that contain one object twice, or themselves. Subclasses
     become their base type. Iterators are read to their end.
+
+    Args:
+        value: the value.
+        own: the classes by name whose objects may be sent by their attributes; None = none.
 
     Raises:
         NotSerializable: the value is no plain data.
@@ -162,7 +167,7 @@ def encode(value: Any) -> Any:
         if simple:
             return scalar
         if id(part) not in places:
-            kind, parts = _node(part)
+            kind, parts = _node(part, own or {})
             held.append(part)
             places[id(part)] = [len(nodes)]
             nodes.append([kind])
@@ -214,7 +219,42 @@ def _integer(value: Any) -> int:
     return int.__int__(value) if isinstance(value, int) else int(value)
 
 
-def _node(value: Any) -> tuple[str, Any]:
+def _attributes(value: Any) -> Any:
+    """Returns the name of an object's class, and names and values of its attributes in turns.
+
+    A member of an enumeration has its name.
+    """
+    if isinstance(value, enum.Enum):
+        return type(value).__name__, value.name
+    given = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    slots = [name for one in given for name in ([one] if isinstance(one, str) else one)]
+    found = {one: getattr(value, one) for one in slots if one[:2] != "__" and hasattr(value, one)}
+    pairs = {**found, **getattr(value, "__dict__", {})}.items()
+    return (type(value).__name__, *(each for pair in pairs for each in pair))
+
+
+def _object(own: Any, name: str, *attributes: Any) -> Any:
+    """Returns the object of a class of that name with these attributes; no method gives way.
+
+    Raises:
+        TypeError: there is no such class, or an attribute is a method of it.
+    """
+    kind: Any = (own or {}).get(name)
+    if isinstance(kind, enum.EnumMeta):
+        return kind[attributes[0]]
+    if not isinstance(kind, type):
+        raise TypeError(
+            f"a value of the type {name!r}, which the completion defines, cannot reach the tests"
+        )
+    made: Any = object.__new__(kind)
+    for attribute, value in zip(attributes[::2], attributes[1::2]):  # noqa: B905 - Python 3.7
+        if attribute[:2] == "__" or callable(getattr(kind, attribute, None)):
+            raise TypeError(f"{attribute!r} of a {name!r} is no attribute, or a method")
+        object.__setattr__(made, attribute, value)
+    return made
+
+
+def _node(value: Any, own_types: Any) -> tuple[str, Any]:
     """Returns the kind of a value and its parts."""
     if isinstance(value, numbers.Integral):
         return "int", (f"{_integer(value):x}",)
@@ -238,16 +278,18 @@ def _node(value: Any) -> tuple[str, Any]:
         if not (whole.dtype.hasobject or whole.dtype.names):
             scalar = not isinstance(value, numpy.ndarray)
             return "numpy", (whole.dtype.str, scalar, whole.tobytes().hex(), *whole.shape)
+    if own_types.get(type(value).__name__) is type(value):
+        return "own", _attributes(value)
     raise NotSerializable(
         f"a value of the type {type(value).__name__!r} cannot pass between a completion and its "
         f"tests"
     )
 
 
-def decode(message: Any) -> Any:
+def decode(message: Any, own: Any = None) -> Any:
     """Returns the value that was encoded.
 
-    It has only types that `encode` knows, for any message.
+    It has only types that `encode` knows, and those of `own`, for any message.
     """
     root, *nodes = message
     made: dict[int, Any] = {}
@@ -269,7 +311,10 @@ def decode(message: Any) -> Any:
                 raise ValueError("a value that contains itself and cannot")
         else:
             if number not in made:
-                made[number] = _finished(kind, [*map(value, parts)])
+                finished = [*map(value, parts)]
+                made[number] = (
+                    _object(own, *finished) if kind == "own" else _finished(kind, finished)
+                )
             waiting.pop()
     for number, (kind, *parts) in enumerate(nodes):
         if kind in _CONTAINERS:

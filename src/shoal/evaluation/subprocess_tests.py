@@ -6,8 +6,8 @@ The completion can reach neither the tests nor their result.
     python main.py DESCRIPTOR the completion, which is called through this socket
 
 Both run in one sandbox. The tests call a proxy that sends its arguments as plain data (numbers,
-text, dates, containers, arrays) and returns the plain data of the answer. No object that the
-completion defines enters the process of the tests, whose memory the kernel hides from its user
+text, dates, containers, arrays) and returns the plain data of the answer. No object of a class that
+the completion defines enters the process of the tests, whose memory the kernel hides from its user
 (PR_SET_DUMPABLE). Arguments that a call has changed are changed for the tests too.
 
 Copied into the working directory with plain_values.py, and run there by the Python of the
@@ -93,7 +93,7 @@ def serve(descriptor: int) -> None:
         except EOFError:
             return
         try:
-            answer = {"value": encode(function(*arguments, **named))}
+            answer = {"value": encode(function(*arguments, **named), vars(module))}
         except Exception as error:
             answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
             answer["trace"] = "".join(
@@ -128,8 +128,13 @@ def run_tests() -> None:
     os.remove(JOB)
     sys.path.pop(0)  # the completion can write there
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    completion = CompletionProcess(job["program"], job["entry_point"])
     names = _names(job["prompt"])
+    own = {
+        name: kind
+        for name, kind in names.items()
+        if isinstance(kind, type) and kind.__module__ == "__main__"
+    }
+    completion = CompletionProcess(job["program"], job["entry_point"], own)
     names[job["entry_point"]] = completion.function
     try:
         exec(_compiled(job["tests"], "tests.py"), names)
@@ -140,9 +145,15 @@ def run_tests() -> None:
 
 
 class CompletionProcess:
-    """The process of a completion; `function` is a proxy of its function."""
+    """The process of a completion; `function` is a proxy of its function.
 
-    def __init__(self, program: str, entry_point: str) -> None:
+    Args:
+        program: the prompt and the completion.
+        entry_point: the name of the function.
+        own: the classes of the prompt by name: objects of these are made anew of their attributes.
+    """
+
+    def __init__(self, program: str, entry_point: str, own: dict[str, Any]) -> None:
         self.connection, other = socket.socketpair()
         other.set_inheritable(True)
         self.pid = os.spawnv(
@@ -158,7 +169,7 @@ class CompletionProcess:
                 if changed is not None:
                     change(old, decode(changed))
             if "value" in answer:
-                return decode(answer["value"])
+                return decode(answer["value"], own)
             raise _exception(answer) from RemoteTraceback(answer["trace"])
 
         function.__name__ = function.__qualname__ = entry_point

@@ -33,6 +33,7 @@ def load(
     compile: str = "auto",
     quantize: str | Mapping[str, str] = "off",
     strict: bool = False,
+    kv: str = "off",
     prefix_sharing: str = "auto",
     prefix_memory: int = 0,
     tensor_parallel: bool = False,
@@ -85,6 +86,10 @@ def load(
             quantised target is the model that is then decoded losslessly.
         strict: True = tokens do not depend on the composition of the batch, in 16 bit either
             (docs/explanation/exactness.md); CPU only.
+        kv: "int8" rounds the target's keys and values once, as they are written, and takes about a
+            quarter of the memory of float32, or half of bfloat16; CPU only. The model that rounds
+            them is the one that is then decoded losslessly (docs/explanation/numerics.md). "off":
+            they stay in the number format.
         prefix_sharing: "shared": a group's prompt is stored once; "copied":
             once per row; "auto": shared if that pays (see `shoal.engine.admission`).
         prefix_memory: the bytes for prompts of earlier calls, so that later calls that begin alike
@@ -111,6 +116,7 @@ def load(
         revision=revision,
         attention=attention,
         strict=strict,
+        kv=kv,
         tensor_parallel=tensor_parallel,
         trust_remote_code=trust_remote_code,
         local_files_only=local_files_only,

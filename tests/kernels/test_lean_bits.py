@@ -21,11 +21,13 @@ pytestmark = needs_compiler
 LENGTHS = (9, 33, 21, 50)
 
 
-def runner_of(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, packed: bool = True) -> Runner:
+def runner_of(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, packed: bool = True, kv: str = "off"
+) -> Runner:
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(packs=frozenset({dtype} if packed else ())))
     hf = tiny_model(name).to(dtype).eval()
     weights.lay_out(hf, lambda keys: dict.fromkeys(keys, "packed" if packed else "as-is"))
-    runner = loading.wrap(hf, name)
+    runner = loading.wrap(hf, name, kv=kv)
     choose_passes(runner, "on", owned=True)
     assert runner.lean is not None
     return runner
@@ -55,9 +57,10 @@ def texts(runner: Runner) -> list[Tensor]:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv", ["off", "int8"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen2-sliding", "qwen3"])
-def test_bits_do_not_depend_on_the_pass(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = runner_of(name, dtype, monkeypatch)
+def test_bits_do_not_depend_on_the_pass(name: str, kv: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(name, dtype, monkeypatch, kv=kv)
     rows = texts(runner)
     alone = [decoded(runner, [row], [1])[0] for row in rows]
     for steps in ([1], [3, 1, 7, 2], [60]):
@@ -87,10 +90,11 @@ def after_prompt(runner: Runner, prompts: list[list[int]], parts: tuple[int, ...
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kv", ["off", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_do_not_depend_on_the_passes_of_a_prompt(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_the_passes_of_a_prompt(dtype: torch.dtype, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that comes alone, beside longer and shorter ones, in pieces, and stored once for several rows."""
-    runner = runner_of("llama", dtype, monkeypatch)
+    runner = runner_of("llama", dtype, monkeypatch, kv=kv)
     generator = torch.Generator().manual_seed(0)
     long, short = (torch.randint(0, runner.vocab_size, (n,), generator=generator).tolist() for n in (300, 20))
     for first, other in ((long, short), (short, long)):

@@ -17,7 +17,7 @@ from shoal.engine.memory import grown
 from shoal.errors import InternalError
 from shoal.models import loading
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.cache.row_store import allocated
+from shoal.models.cache.row_store import zeros
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.types.requests import Prefix
@@ -218,10 +218,10 @@ def test_growth_copies_no_more_than_what_rows_have(cache: SlotCache) -> None:
 
 @pytest.mark.parametrize("layer", [torch.float32, torch.bfloat16, torch.float16])
 def test_zeros_of_any_dtype(layer: torch.dtype) -> None:
-    zeros = allocated(torch.ones(1, 2, 3, 4, dtype=layer), 5, 6)
-    assert (zeros.shape, zeros.dtype) == ((5, 6, 2, 4), layer)
-    assert not zeros.any()
-    assert not allocated(torch.ones(1, 2, 3, 4), 0, 6).numel()
+    made = zeros(torch.ones(1, dtype=layer), (5, 6, 2, 4))
+    assert (made.shape, made.dtype) == ((5, 6, 2, 4), layer)
+    assert not made.any()
+    assert not zeros(torch.ones(1), (0, 6)).numel()
 
 
 def test_side_by_side_slots_are_views_and_others_copies(cache: SlotCache) -> None:

@@ -29,7 +29,7 @@ LAYERS = "modules" if missing() else "C layers"
 """The executor of weights that are not packed in panels."""
 CHOSEN = {
     "dtype": "float32", "dtype_reason": "the checkpoint is in float32", "device": "cpu", "weights": "input-major",
-    "quantize": "off", "attention": ATTENTION, "passes": LAYERS, "strict": "off",
+    "quantize": "off", "attention": ATTENTION, "passes": LAYERS, "strict": "off", "kv": "off",
 }  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from shoal.models.weights.matrix import PACKED, Key
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-Pair = Callable[[str, str], Shoal]
-"""The model by number format and `compile`."""
+Pair = Callable[..., Shoal]
+"""The model by number format, `compile` and `kv`."""
 Drafted = Callable[[Path, str], Shoal]
 """The model in float32 with another as its draft model, by the other's directory and the shape of drafts."""
 
@@ -44,16 +44,17 @@ def all_packed(keys: Collection[Key]) -> dict[Key, str]:
 def pair(directory: Path) -> Iterator[Pair]:
     """Each model is loaded when it is first asked for. With kernels all weights are packed for them, whatever a measurement says;
     without, none are."""
-    loaded: dict[tuple[str, str], Shoal] = {}
+    loaded: dict[tuple[str, str, str], Shoal] = {}
 
-    def load(dtype: str = "float32", compile: str = "auto") -> Shoal:
-        if (dtype, compile) not in loaded:
+    def load(dtype: str = "float32", compile: str = "auto", kv: str = "off") -> Shoal:
+        key = dtype, compile, kv
+        if key not in loaded:
             with pytest.MonkeyPatch.context() as patch:
                 if compile == "auto":
                     patch.setattr(formats, "cpu", lambda: formats.Cpu(packs=frozenset(DTYPES.values())))
                     patch.setattr(weights, "by_facts", all_packed)
-                loaded[dtype, compile] = shoal.load(directory, dtype=dtype, compile=compile, max_batch=256)
-        return loaded[dtype, compile]
+                loaded[key] = shoal.load(directory, dtype=dtype, compile=compile, kv=kv, max_batch=256)
+        return loaded[key]
 
     yield load
     for model in loaded.values():

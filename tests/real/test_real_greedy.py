@@ -37,6 +37,8 @@ def multiply(a, b):
 '''
 PROMPTS = (CODE, "Once upon a time")
 N = 3
+LONG = Path(torch.__file__).with_name("functional.py").read_text(encoding="utf-8")[20_000:24_000]
+"""A text of some thousand tokens that no sample of ours wrote."""
 TOKENS = 18  # where each costs a pass of a draft model
 KINDS = [("float32", "auto"), ("float32", "off"), ("bfloat16", "auto"), ("bfloat16", "off")]
 """Number formats, with the kernels in C and without."""
@@ -205,3 +207,34 @@ def test_guided_ids_are_those_of_a_forward_of_each_model(
     assert guided < 2 * TIES["float32"] < 0.1 < unguided
     assert result.stats.guide_passes == result.stats.rounds
     assert result.stats.accepted > 0
+
+
+@torch.inference_mode()
+def nats(model: Shoal, text: str) -> Tensor:
+    """Minus the log-probabilities of a text's tokens, [tokens - 1]."""
+    ids = torch.tensor([model.tokenizer(text)["input_ids"]])
+    runner = model.target.fork()
+    runner.memory.reserve(1, ids.shape[1])
+    logits = torch.cat([runner.feed([0], part, [part.shape[1]])[0] for part in ids.split(64, 1)])
+    return torch.nn.functional.cross_entropy(logits[:-1].float(), ids[0, 1:], reduction="none")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounded_keys_keep_perplexity_and_greedy_ids(pair: Any, dtype: str) -> None:
+    """kv="int8": drafts change no id, a text is as likely to three digits, and a token takes its bytes and scales."""
+    plain, eight = pair(dtype, "auto"), pair(dtype, "auto", "int8")
+    assert eight.loaded["target"]["passes"] == "C decoder"
+    before, after = (float(nats(model, LONG).mean().exp()) for model in (plain, eight))
+    print(f"perplexity {before:.4f} unrounded, {after:.4f} rounded")
+    assert abs(after / before - 1) < 0.005
+    bytes_of = {"float32": 46080, "bfloat16": 23040}
+    assert plain.target.memory.token_bytes == bytes_of[dtype]
+    assert eight.target.memory.token_bytes == 30 * 2 * 3 * (64 + 4)
+    options: dict[str, Any] = {"n": N, "max_new_tokens": 60, "temperature": 0, "eos": ()}
+    drafted = eight.generate(list(PROMPTS), drafter=named(eight, "suffix"), lookahead=4, **options)
+    assert drafted.stats.drafted > 0
+    ids = [
+        [list(sample.token_ids) for output in result for sample in output.samples]
+        for result in (drafted, eight.generate(list(PROMPTS), lookahead="off", **options))
+    ]
+    assert ids[0] == ids[1]

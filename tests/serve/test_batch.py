@@ -353,7 +353,8 @@ def test_answers_of_other_settings_are_never_mixed_in(tmp_path: Path, batch: Any
         assert (code, f"out:1 was answered with {name} = " in said) == (2, True), said
         assert out.read_bytes() == kept
     monkeypatch.setattr(
-        "shoal.models.load_report.described", lambda runner: {"dtype": "bfloat16", "quantize": "off", "strict": "off"}
+        "shoal.models.load_report.described",
+        lambda runner: {"dtype": "bfloat16", "quantize": "off", "strict": "off", "kv": "off"},
     )
     code, said = batch(source, out, "--model", tmp_path / "one")
     assert (code, "dtype = 'float64', this run has 'bfloat16'" in said) == (2, True), said

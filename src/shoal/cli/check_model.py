@@ -275,6 +275,8 @@ def number_format(runner: Runner) -> CheckResult:
 
     name, on_cpu = dtype_name(runner), runner.device.type == "cpu"
     figure = runner.notes.get("dtype", name) if on_cpu else f"{name} on {runner.device}"
+    if runner.kv != "off":
+        figure += f", keys and values in {runner.kv}, rounded once: the declared model"
     strict, short = "strict" in runner.notes, runner.dtype in (torch.bfloat16, torch.float16)
     kernels = runner.lean is not None and runner.lean.whole is not None
     holds = strict or kernels or not short

@@ -12,7 +12,7 @@ from dataclasses import is_dataclass
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -153,3 +153,13 @@ def with_kinds(parameters: list[Any]) -> list[Any]:
             annotation: Any = option.type_descriptor.annotation
             option.metavar = KINDS.get(next(iter(get_args(annotation)), annotation))
     return parameters
+
+
+KvOption = Annotated[
+    Literal["off", "int8"],
+    models_option(
+        "--kv",
+        metavar="FORMAT",
+        help="Keys and values of the target: off, or int8, rounded once (CPU); less memory.",
+    ),
+]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from shoal.cli.console import imports_shown, loading_shown
 from shoal.cli.option_groups import (
+    KvOption,
     models_option,
     output_option,
     parameter_option,
@@ -202,6 +203,7 @@ class ModelSource(PlacedPair):
             help="8-bit weights: off, or target=F,draft=F where F is int8, fp8 (CUDA) or off.",
         ),
     ] = "off"
+    kv: KvOption = "off"
     tensor_parallel: Annotated[
         bool,
         models_option(

@@ -204,11 +204,12 @@ def load_pair(
             quantize=formats["draft"],
             target_dtype=runner.dtype,
             tensor_parallel=False,
+            kv="off",
         )
         draft_model = _draft_model(model, runner, tokenizer, asked_of_draft, stages.of("draft"))
     draft_runner = None if draft_model is None else draft_model.runner
     asked_of_guides = replace(
-        asked, revision=None, target_dtype=runner.dtype, tensor_parallel=False
+        asked, revision=None, target_dtype=runner.dtype, tensor_parallel=False, kv="off"
     )
     others = {
         role: _guide(source, runner, tokenizer, asked_of_guides, stages.of(role))
@@ -367,5 +368,5 @@ def _runner(source: Source, asked: LoadOptions, watch: StageWatch) -> Runner:
     if isinstance(source, nn.Module):
         with watch("checking"):
             name = pretrained.name_of(source)
-            return loading.wrap(source, name, asked.attention, strict=asked.strict)
+            return loading.wrap(source, name, asked.attention, strict=asked.strict, kv=asked.kv)
     return loading.load_runner(source, asked, watch)

@@ -17,7 +17,6 @@ from shoal.drafting.early_exit import EarlyExitDrafter
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.errors import InternalError, UnsupportedModel
-from shoal.models.cache import SlotCache
 from shoal.models.first_layers import first_layers, head_of, layer_count, require_exit
 from shoal.models.four_bits import four_bit_copy
 from shoal.models.runner import Runner
@@ -50,7 +49,7 @@ class ReducedCacheDrafter(Drafter):
             if self._exit is None
             else first_layers(target, layers)
         )
-        runner.cache = SlotCache()
+        runner.cache = target.new_cache()
         slots = _PartSlots(runner, target, self._window, self._sinks, layers)
         self._drafter = _WithPart(runner, target.vocab_size, slots)
         self.memory = _PartMemory(slots, self._window + self._sinks + ROOM)

@@ -147,6 +147,7 @@ def described(runner: Runner) -> dict[str, str]:
         passes: the executor of passes of a few tokens (`shoal.models.executors`), and the reason
             why a faster one is not used.
         strict: the proof of strict passes, or "off".
+        kv: the format that keys and values are rounded to, or "off".
         kernels: a remark on the kernels in C, if they are not simply the machine's own
             (`shoal.native.build.remark`).
     """
@@ -161,6 +162,7 @@ def described(runner: Runner) -> dict[str, str]:
         "attention": _attention(runner),
         "passes": _passes(runner),
         "strict": notes.get("strict", "off"),
+        "kv": notes.get("kv", "off"),
         **({"kernels": notes["kernels"]} if "kernels" in notes else {}),
     }
 
@@ -197,7 +199,7 @@ def _words(chosen: dict[str, str] | None) -> str:
         return "none" if chosen is None else chosen["drafter"]
     rest = (
         f"{name} {chosen[name]}"
-        for name in ("weights", "quantize", "attention", "passes", "strict", "kernels")
+        for name in ("weights", "quantize", "attention", "passes", "strict", "kv", "kernels")
         if name in chosen
     )
     first = f"{chosen['drafter']}, " if "drafter" in chosen else ""

@@ -40,6 +40,9 @@ DTYPES = {
     "float64": torch.float64,
 }
 
+KV_FORMATS = ("off", "int8")
+"""The formats of keys and values; "off" is the model's number format."""
+
 ROWWISE = {
     *weights.LINEARS,
     Conv1D,
@@ -56,6 +59,7 @@ def wrap(
     checked: bool = True,
     strict: bool = False,
     results: KeptChecks | None = None,
+    kv: str = "off",
 ) -> Runner:
     """Makes a runner around a Transformers model object, and checks it.
 
@@ -63,13 +67,16 @@ def wrap(
         strict: True for passes whose bits do not depend on the other rows in them
             (`shoal.models.fixed_shapes`).
         results: the kept results of checks of earlier loads; None = there are none.
+        kv: "int8" for keys and values that are rounded when they are written
+            (`shoal.models.cache.row_store`). The check comes before, without rounding.
 
     Raises:
-        RequestError: the model is in training mode, or strict is on an accelerator or with another
-            attention.
+        RequestError: the model is in training mode, strict is on an accelerator or with another
+            attention, or kv is unknown or on an accelerator.
         UnsupportedModel: see `shoal.models.structure`, `selfcheck` and `fixed_shapes`.
     """
     require_eval(hf, name)
+    _require_kv(kv, hf.device)
     attention_path, context = capabilities(hf, name)
     if strict and (hf.device.type != "cpu" or attention not in ("auto", "strict")):
         raise RequestError(
@@ -85,6 +92,9 @@ def wrap(
         use_mixers(runner)
     if checked:
         self_check(runner)
+    if kv != "off":
+        runner.kv = runner.notes["kv"] = kv
+        runner.cache = runner.new_cache()
     return make_strict(runner, ROWWISE) if strict else runner
 
 
@@ -94,6 +104,16 @@ def require_eval(hf: Any, name: str) -> None:
         raise RequestError(
             f"{name} is in training mode, where dropout makes its logits random: call "
             f"model.eval() first"
+        )
+
+
+def _require_kv(kv: str, place: torch.device) -> None:
+    """Raises RequestError for a format of keys and values that is not computed."""
+    if kv not in KV_FORMATS:
+        raise RequestError(f"kv must be one of {', '.join(KV_FORMATS)}, got {kv!r}")
+    if kv != "off" and place.type != "cpu":
+        raise RequestError(
+            f"kv={kv!r} works on a CPU, and {place} is none: leave it out, or give device='cpu'"
         )
 
 
@@ -117,6 +137,7 @@ class LoadOptions:
         pack: True if weights may be packed (`shoal.models.weights`).
         kept: the ids that the model's head keeps (`shoal.models.trimming`); None for all.
         compile: the setting of `shoal.models.passes`; "off" gives a GGUF file to llama.cpp.
+        kv: the format of keys and values, see `wrap`.
     """
 
     dtype: str | torch.dtype = "auto"
@@ -132,6 +153,7 @@ class LoadOptions:
     pack: bool = True
     kept: Sequence[int] | None = None
     compile: str = "auto"
+    kv: str = "off"
 
     def may_use_kernels(self, config: Any) -> bool:
         """Returns True if the kernels in C may compute passes of a model with this config."""
@@ -160,6 +182,7 @@ def load_runner(
     if file is not None:
         return _gguf_runner(file, str(source), asked, watch)
     place = resolve_device(asked.device)
+    _require_kv(asked.kv, place)
     hub = {
         "revision": asked.revision,
         "trust_remote_code": asked.trust_remote_code,
@@ -184,9 +207,10 @@ def load_runner(
     whole = asked.kept is None and not sharding and place.type == "cpu"
     checks = {"compile": asked.compile, "quantize": asked.quantize, "pack": asked.pack}
     checks |= {"dtype": kind, "device": place, "attention": asked.attention}
+    settings: dict[str, Any] = {"strict": asked.strict, "kv": asked.kv}
     with watch("checking"):
-        results = kept_checks(source, **checks, strict=asked.strict) if whole else None
-        runner = wrap(hf, str(source), asked.attention, strict=asked.strict, results=results)
+        results = kept_checks(source, **checks, **settings) if whole else None
+        runner = wrap(hf, str(source), asked.attention, results=results, **settings)
     runner.known_ids = known
     runner.notes |= {"dtype": why, **notes}
     return lead(runner) if sharding else runner
@@ -243,10 +267,16 @@ def _gguf_runner(file: Path, name: str, asked: LoadOptions, watch: StageWatch) -
             hf, notes = own_model(file, device, exact)
         if hf is not None:
             with watch("checking"):
-                results = kept_checks(file, exact=exact, device=device, compile=asked.compile)
-                runner = wrap(hf, name, results=results)
+                checks = {"device": device, "compile": asked.compile, "kv": asked.kv}
+                results = kept_checks(file, exact=exact, **checks)
+                runner = wrap(hf, name, results=results, kv=asked.kv)
             runner.notes |= notes
             return runner
+    if asked.kv != "off":
+        raise RequestError(
+            f"{name}: kv={asked.kv!r} is for shoal's own passes, and llama.cpp computes this file "
+            f"({notes['reason']}): leave it out"
+        )
     runner = load_gguf(file, name, device=device, watch=watch, **options)
     runner.absent[C_DECODER] = notes["reason"]
     return runner
@@ -278,6 +308,8 @@ def _auto_dtype(
 
 def _sharding(name: str, config: Any, asked: LoadOptions) -> dict[str, Any]:
     """Returns the options of `from_pretrained` that share a model among torchrun's processes."""
+    if asked.kv != "off":
+        raise RequestError(f"kv={asked.kv!r} does not go with tensor_parallel: leave one out")
     if asked.strict or asked.quantize != "off" or str(asked.device) != "auto":
         raise RequestError(
             "tensor_parallel wants device 'auto', and goes neither with strict nor with a "

@@ -56,8 +56,7 @@ class Runner:
         context: the largest number of tokens that a row may hold.
         vocab_size: the width of the logits.
         known_ids: the number of ids that the model can read.
-        device: the device of the model when the runner was made or forked; asked of the model, it
-            would cost a search through the parameters each time.
+        device: the device of the model when the runner was made or forked.
         dtype: the number format of the model at that time.
         cache: the slot cache.
         counts: the passes so far, and the time in them.
@@ -69,13 +68,12 @@ class Runner:
         mixers: the modules that keep recurrent states (`shoal.models.mixers`); None if none does.
         hidden_layers: the numbers of the hidden states that each pass keeps in `hidden`, as
             Transformers numbers them: 0 is the embeddings, i the output of layer i, and the number
-            of layers is the input of the head. Empty until a drafter asks for them; with them no
-            round is captured, and no pass is one call.
-        vectors: the vectors that negative ids of a block stand for, [count, width] in the model's
-            number format; None if all ids are tokens. With vectors no round is captured.
+            of layers is the input of the head. With them no round is captured or one call.
+        vectors: the vectors that negative ids stand for, [count, width], or None (`use_vectors`).
         hidden: the hidden states of the last pass, [rows, q, layers * width], the layers side by
             side; padding columns are meaningless.
         forward_context: the function of the context of each pass (`shoal.models.fixed_shapes`).
+        kv: the format of keys and values in the cache, "off" or "int8".
         notes: the measurements and choices of the load, by subject.
         absent: the executors that were ruled out when the model was loaded, and the reasons.
         self_check_error: the error that `selfcheck` measured; None before it has run.
@@ -94,6 +92,7 @@ class Runner:
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype
         self.mixers: Mixers | None = None
+        self.kv = "off"
         self.vocab_size = self.known_ids = int(hf.get_output_embeddings().weight.shape[0])
         self.cache = self.new_cache()
         self.absent: dict[str, str] = {}
@@ -115,7 +114,8 @@ class Runner:
 
     def new_cache(self) -> SlotCache:
         """Returns an empty cache of the kind that the executors take."""
-        return SlotCache() if self.mixers is None else StateCache(self.mixers)
+        rounds = self.kv == "int8"
+        return SlotCache(rounds) if self.mixers is None else StateCache(self.mixers, rounds)
 
     @property
     def memory(self) -> CacheMemory:
@@ -249,8 +249,7 @@ class Runner:
         own, and ordinary passes. Two passes over a cache must not run at once.
         """
         other = self._copied()
-        other.hf, other.lean, other.captures = hf, lean, None
-        other.bridge = self.bridge.of(hf)
+        other.hf, other.lean, other.captures, other.bridge = hf, lean, None, self.bridge.of(hf)
         return other
 
     def _copied(self) -> Runner:
@@ -362,7 +361,8 @@ class Runner:
         if executor is None:
             raise InternalError("the modules refused a pass")
         ruled_out = [Refusal(name, reason) for name, reason in absent.items()]
-        return Explanation(executor.name, [*ruled_out, *refusals], self.notes.get("kernels", ""))
+        kernels = self.notes.get("kernels", "")
+        return Explanation(executor.name, [*ruled_out, *refusals], kernels, self.kv)
 
     def _batch(self, plan: Plan, tokens: Tensor, want_logits: bool, riding: int = 0) -> PassBatch:
         plan.final = not want_logits

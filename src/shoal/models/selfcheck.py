@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.errors import UnsupportedModel
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.load_checks import BYTES, GROUPS, LIMITS, divergences
+from shoal.models.load_checks import BYTES, GROUPS, KEYS, LIMITS, divergences
 from shoal.models.runner import Runner
 from shoal.models.weights.groups import GroupLinear
 from shoal.types.requests import Prefix
@@ -37,14 +37,15 @@ def tolerance(runner: Runner) -> float:
     """Returns the largest divergence of passes from a plain forward that the dtype allows, in nats.
 
     llama.cpp, which rounds activations to bytes, has a larger tolerance, and so have weights in
-    groups.
+    groups, and rounded keys.
     """
     if not runner.has_modules:
         return BYTES[runner.dtype]
     rounded = any(
         isinstance(each, GroupLinear) and not each.matrix.exact for each in runner.hf.modules()
     )
-    return max(LIMITS[runner.dtype], GROUPS) if rounded else LIMITS[runner.dtype]
+    least = max(GROUPS if rounded else 0.0, KEYS if runner.kv != "off" else 0.0)
+    return max(LIMITS[runner.dtype], least)
 
 
 @torch.inference_mode()
@@ -142,12 +143,18 @@ def largest_error(runner: Runner) -> float:
 def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
     """Makes two rows of tokens, [2, length] int64, and their logits [2, length, vocab].
 
-    A plain forward computes the logits, or calls like those of Transformers' `generate`.
+    A plain forward computes the logits, or calls like those of Transformers' `generate`; where keys
+    and values are rounded, the model's modules, over keys and values that they have rounded.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, runner.vocab_size, (2, min(12, runner.context)), generator=generator).to(
         runner.device
     )
+    if runner.kv != "off":
+        modules = runner.fork()
+        modules.lean = None
+        modules.memory.reserve(2, ids.shape[1])
+        return ids, modules.feed([0, 1], ids, [ids.shape[1]] * 2)
     if runner.mixers is None or not runner.mixers.stepwise:
         return ids, runner.plain_logits(ids)
     rows = zip(ids[:, None], _firsts(ids), strict=True)

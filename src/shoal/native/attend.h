@@ -60,62 +60,80 @@ INLINE void NAME(soften)(const Attention *a, float *scores, int64_t span, int64_
 
 /* Where the keys, or the values, of one head of a row are. */
 typedef struct {
-    const T *shared, *own;            /* token 0 of the shared prompt, of the slot */
-    int64_t shared_token, token, dim;
+    const char *shared, *own;         /* token 0 of the shared prompt, of the slot */
+    int64_t shared_token, token, size; /* bytes from one to the next, and of this head */
     int64_t offset, least, total;     /* tokens of the shared prompt, first and last + 1 that is read: others may be NaN */
-    const T *zeros;                   /* [dim] */
+    const char *zeros;                /* [size] */
 } NAME(Tokens);
 
-INLINE const T *NAME(token_at)(const NAME(Tokens) *a, int64_t place) {
+INLINE const char *NAME(token_at)(const NAME(Tokens) *a, int64_t place) {
     return place < a->offset ? a->shared + place * a->shared_token : a->own + (place - a->offset) * a->token;
 }
 
 /* The first LANES tokens from `first` on, zeros for those that are not read. Asks for what comes AHEAD: of the same, and behind
    their end of those that are read `next` from `origin` on. */
-INLINE void NAME(block)(const T *rows[LANES], const NAME(Tokens) *a, int64_t first, const NAME(Tokens) *next, int64_t origin) {
+INLINE void NAME(block)(const char *rows[LANES], const NAME(Tokens) *a, int64_t first, const NAME(Tokens) *next, int64_t origin) {
     for (int i = 0; i < LANES; i++) {
         int64_t place = first + i, ahead = place + AHEAD;
-        if (ahead < a->total) NAME(fetch)(NAME(token_at)(a, ahead), a->dim);
-        else if (next && (ahead += origin - a->total) < next->total) NAME(fetch)(NAME(token_at)(next, ahead), next->dim);
+        if (ahead < a->total) NAME(fetch)(NAME(token_at)(a, ahead), a->size);
+        else if (next && (ahead += origin - a->total) < next->total) NAME(fetch)(NAME(token_at)(next, ahead), next->size);
         rows[i] = place >= a->least && place < a->total ? NAME(token_at)(a, place) : a->zeros;
     }
 }
 
+/* LANES features of a token from feature d on, of n that are left; rounded ones lack their scale. */
+INLINE vec NAME(features_at)(int rounded, const char *token, int64_t d, int64_t n) {
+    if (!rounded) return NAME(some_lanes)((const T *)token + d, n);
+    if (n >= LANES) return lanes_int8((const int8_t *)token + d);
+    int8_t some[LANES] = {0};
+    memcpy(some, token + d, n);
+    return lanes_int8(some);
+}
+
+/* Multiplies numbers [queries, span] of a block of rounded tokens, of so many features, by the scales of these. */
+INLINE void NAME(scale_block)(const char *rows[LANES], int64_t dim, int64_t queries, float *numbers, int64_t span) {
+    float scales[LANES];
+    for (int i = 0; i < LANES; i++) memcpy(scales + i, rows[i] + dim, sizeof(float));
+    for (int64_t i = 0; i < queries; i++) store(numbers + i * span, load(numbers + i * span) * load(scales));
+}
+
 /* scores [queries, span] of a block of keys; query: [queries, width]. */
-INLINE void NAME(score)(const T *rows[LANES], int64_t queries, const float *query, float *scores, int64_t dim,
+INLINE void NAME(score)(int rounded, const char *rows[LANES], int64_t queries, const float *query, float *scores, int64_t dim,
                         int64_t width, int64_t span) {
     for (int64_t i = 0; i < queries; i++) store(scores + i * span, (vec){});
     for (int64_t d = 0; d < dim; d += LANES) {
         vec keys[LANES];
-        for (int i = 0; i < LANES; i++) keys[i] = NAME(some_lanes)(rows[i] + d, dim - d);
+        for (int i = 0; i < LANES; i++) keys[i] = NAME(features_at)(rounded, rows[i], d, dim - d);
         transpose(keys);
         int64_t i = 0;
         for (; i + 4 <= queries; i += 4) add_products(4, query + i * width + d, keys, scores + i * span, width, span);
         for (; i + 2 <= queries; i += 2) add_products(2, query + i * width + d, keys, scores + i * span, width, span);
         for (; i < queries; i++) add_products(1, query + i * width + d, keys, scores + i * span, width, span);
     }
+    if (rounded) NAME(scale_block)(rows, dim, queries, scores, span);
 }
 
 /* sums [queries, width] += weights [queries, span] of a block times its values; so many vectors of the first n features. */
-INLINE void NAME(add_weighted)(int queries, int vectors, const T *rows[LANES], int64_t first, int64_t n, const float *weights,
-                               float *sums, int64_t width, int64_t span) {
+INLINE void NAME(add_weighted)(int rounded, int queries, int vectors, const char *rows[LANES], int64_t first, int64_t n,
+                               const float *weights, float *sums, int64_t width, int64_t span) {
     vec sum[4][4];
     for (int i = 0; i < queries; i++)
         for (int d = 0; d < vectors; d++) sum[i][d] = load(sums + i * width + first + d * LANES);
     for (int t = 0; t < LANES; t++)
         for (int d = 0; d < vectors; d++) {
-            vec value = NAME(some_lanes)(rows[t] + first + d * LANES, n - d * LANES);
+            vec value = NAME(features_at)(rounded, rows[t], first + d * LANES, n - d * LANES);
             for (int i = 0; i < queries; i++) sum[i][d] += weights[i * span + t] * value;
         }
     for (int i = 0; i < queries; i++)
         for (int d = 0; d < vectors; d++) store(sums + i * width + first + d * LANES, sum[i][d]);
 }
 
-INLINE void NAME(add_values)(int queries, const T *rows[LANES], int64_t dim, const float *weights, float *sums, int64_t width,
-                             int64_t span) {
+INLINE void NAME(add_values)(int rounded, int queries, const char *rows[LANES], int64_t dim, const float *weights, float *sums,
+                             int64_t width, int64_t span) {
     int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES) NAME(add_weighted)(queries, 4, rows, d, 4 * LANES, weights, sums, width, span);
-    for (; d < dim; d += LANES) NAME(add_weighted)(queries, 1, rows, d, dim - d, weights, sums, width, span);
+    for (; d + 4 * LANES <= dim; d += 4 * LANES)
+        NAME(add_weighted)(rounded, queries, 4, rows, d, 4 * LANES, weights, sums, width, span);
+    for (; d < dim; d += LANES) NAME(add_weighted)(rounded, queries, 1, rows, d, dim - d, weights, sums, width, span);
 }
 
 /* One row of a bundle: its part of the scratch memory, and where its keys and values are. */
@@ -133,37 +151,40 @@ INLINE NAME(Member) NAME(member)(const Attention *a, int64_t row, int64_t head, 
         if (first < least) least = first;
     }
     int64_t origin = least / LANES * LANES; /* a key has the same lane in every pass: sums have the same order */
+    int64_t element = a->rounded ? 1 : sizeof(T);
     NAME(Member) made = {row, a->heads / a->kv_heads * count, from, start, count, origin, rounded_up(total - origin)};
     made.keys = (NAME(Tokens)){
-        (const T *)a->shared_key + base * a->shared_key_token + head * a->shared_key_head,
-        (const T *)a->key + a->key_rows[row] + head * a->key_head,
-        a->shared_key_token, a->key_token, a->dim, offset, least, total, NULL,
+        (const char *)a->shared_key + (base * a->shared_key_token + head * a->shared_key_head) * element,
+        (const char *)a->key + (a->key_rows[row] + head * a->key_head) * element, a->shared_key_token * element,
+        a->key_token * element, NAME(head_bytes)(a->rounded, a->dim), offset, least, total, NULL,
     };
     made.values = (NAME(Tokens)){
-        (const T *)a->shared_value + base * a->shared_value_token + head * a->shared_value_head,
-        (const T *)a->value + a->value_rows[row] + head * a->value_head,
-        a->shared_value_token, a->value_token, a->value_dim, offset, least, total, NULL,
+        (const char *)a->shared_value + (base * a->shared_value_token + head * a->shared_value_head) * element,
+        (const char *)a->value + (a->value_rows[row] + head * a->value_head) * element, a->shared_value_token * element,
+        a->value_token * element, NAME(head_bytes)(a->rounded, a->value_dim), offset, least, total, NULL,
     };
     return made;
 }
 
-INLINE void NAME(add_all_values)(int64_t queries, const T *rows[LANES], int64_t dim, const float *weights, float *sums,
+/* Overwrites the weights where the values are rounded. */
+INLINE void NAME(add_all_values)(int rounded, int64_t queries, const char *rows[LANES], int64_t dim, float *weights, float *sums,
                                  int64_t width, int64_t span) {
     int64_t i = 0;
-    for (; i + 4 <= queries; i += 4) NAME(add_values)(4, rows, dim, weights + i * span, sums + i * width, width, span);
-    for (; i + 2 <= queries; i += 2) NAME(add_values)(2, rows, dim, weights + i * span, sums + i * width, width, span);
-    for (; i < queries; i++) NAME(add_values)(1, rows, dim, weights + i * span, sums + i * width, width, span);
+    if (rounded) NAME(scale_block)(rows, dim, queries, weights, span);
+    for (; i + 4 <= queries; i += 4) NAME(add_values)(rounded, 4, rows, dim, weights + i * span, sums + i * width, width, span);
+    for (; i + 2 <= queries; i += 2) NAME(add_values)(rounded, 2, rows, dim, weights + i * span, sums + i * width, width, span);
+    for (; i < queries; i++) NAME(add_values)(rounded, 1, rows, dim, weights + i * span, sums + i * width, width, span);
 }
 
 /* Weights [queries, span] of the queries of a bundle; see attend_bundle. */
-INLINE void NAME(score_bundle)(const Attention *a, const NAME(Member) *bundle, int64_t members, int64_t head, int64_t together,
-                               const float *query, float *scores, int64_t span) {
+INLINE void NAME(score_bundle)(int rounded, const Attention *a, const NAME(Member) *bundle, int64_t members, int64_t head,
+                               int64_t together, const float *query, float *scores, int64_t span) {
     int64_t group = a->heads / a->kv_heads, width = rounded_up(a->dim);
     int64_t all = bundle[members - 1].from + bundle[members - 1].queries;
-    const T *rows[LANES];
+    const char *rows[LANES];
     for (int64_t t = 0; t < together; t += LANES) {
         NAME(block)(rows, &bundle->keys, t, NULL, 0);
-        NAME(score)(rows, all, query, scores + t, a->dim, width, span);
+        NAME(score)(rounded, rows, all, query, scores + t, a->dim, width, span);
     }
     for (const NAME(Member) *own = bundle; own < bundle + members; own++) {
         int last = own + 1 == bundle + members;
@@ -171,7 +192,7 @@ INLINE void NAME(score_bundle)(const Attention *a, const NAME(Member) *bundle, i
         float *theirs = scores + own->from * span;
         for (int64_t t = together; t < own->span; t += LANES) {
             NAME(block)(rows, &own->keys, own->origin + t, next, last ? bundle->origin : together);
-            NAME(score)(rows, own->queries, query + own->from * width, theirs + t, a->dim, width, span);
+            NAME(score)(rounded, rows, own->queries, query + own->from * width, theirs + t, a->dim, width, span);
         }
         for (int64_t i = 0; i < own->queries; i++) {
             float sink = a->sinks ? a->sinks[head * group + i / own->count] : -INFINITY;
@@ -182,20 +203,20 @@ INLINE void NAME(score_bundle)(const Attention *a, const NAME(Member) *bundle, i
 }
 
 /* The sums of values [queries, width] by these weights. */
-INLINE void NAME(add_bundle)(const Attention *a, const NAME(Member) *bundle, int64_t members, int64_t together,
-                             const float *scores, float *sums, int64_t span) {
+INLINE void NAME(add_bundle)(int rounded, const Attention *a, const NAME(Member) *bundle, int64_t members, int64_t together,
+                             float *scores, float *sums, int64_t span) {
     int64_t width = rounded_up(a->value_dim), all = bundle[members - 1].from + bundle[members - 1].queries;
-    const T *rows[LANES];
+    const char *rows[LANES];
     for (int64_t t = 0; t < together; t += LANES) {
         NAME(block)(rows, &bundle->values, t, NULL, 0);
-        NAME(add_all_values)(all, rows, a->value_dim, scores + t, sums, width, span);
+        NAME(add_all_values)(rounded, all, rows, a->value_dim, scores + t, sums, width, span);
     }
     for (const NAME(Member) *own = bundle; own < bundle + members; own++) {
         const NAME(Tokens) *next = own + 1 == bundle + members ? NULL : &own[1].values;
         for (int64_t t = together; t < own->span; t += LANES) {
             NAME(block)(rows, &own->values, own->origin + t, next, together);
-            NAME(add_all_values)(own->queries, rows, a->value_dim, scores + own->from * span + t, sums + own->from * width, width,
-                                 span);
+            NAME(add_all_values)(rounded, own->queries, rows, a->value_dim, scores + own->from * span + t,
+                                 sums + own->from * width, width, span);
         }
     }
 }
@@ -218,14 +239,19 @@ static int NAME(attend_bundle)(const Attention *a, int64_t first, int64_t member
     memset(sums, 0, (all * to + wide) * sizeof(float));
     for (int64_t m = 0; m < members; m++) {
         NAME(Member) *own = bundle + m;
-        own->keys.zeros = own->values.zeros = (const T *)zeros;
+        own->keys.zeros = own->values.zeros = (const char *)zeros;
         const T *from = (const T *)a->query + a->query_rows[own->row] * a->query_token + head * group * a->query_head;
         for (int64_t i = 0; i < own->queries; i++)
             NAME(widened)(query + (own->from + i) * width, from + i / own->count * a->query_head + i % own->count * a->query_token,
                           a->dim);
     }
-    NAME(score_bundle)(a, bundle, members, head, together, query, scores, span);
-    NAME(add_bundle)(a, bundle, members, together, scores, sums, span);
+    if (a->rounded) {
+        NAME(score_bundle)(1, a, bundle, members, head, together, query, scores, span);
+        NAME(add_bundle)(1, a, bundle, members, together, scores, sums, span);
+    } else {
+        NAME(score_bundle)(0, a, bundle, members, head, together, query, scores, span);
+        NAME(add_bundle)(0, a, bundle, members, together, scores, sums, span);
+    }
     for (int64_t m = 0; m < members; m++) {
         const NAME(Member) *own = bundle + m;
         for (int64_t i = 0; i < own->queries; i++) {

@@ -28,6 +28,9 @@ static NAME(Between) NAME(between)(const Pass *a) {
     return at;
 }
 
+/* From one head of the stores to the next, in elements; in bytes where they are rounded. */
+static int64_t NAME(stored_dim)(const Pass *a) { return a->rounded ? NAME(head_bytes)(1, a->model->dim) : a->model->dim; }
+
 /* Fills in where the tokens go. An id beyond the head's outputs is their last: a drafter may lack some of the target's. Returns 0,
    or 2: a token that is not in the vocabulary. */
 static int NAME(place)(const Pass *a, NAME(Between) at) {
@@ -37,7 +40,7 @@ static int NAME(place)(const Pass *a, NAME(Between) at) {
         int64_t start = a->bounds[row], count = a->packed ? a->bounds[a->rows + row] : a->columns;
         int64_t first = a->bounds[4 * a->rows + row] * a->capacity;
         at.query_rows[row] = token;
-        at.key_rows[row] = first * model->kv_heads * model->dim;
+        at.key_rows[row] = first * model->kv_heads * NAME(stored_dim)(a);
         for (int64_t column = 0; column < count; column++, token++) {
             int64_t id = a->ids[row * a->id_row + column];
             if (id >= model->head.outputs) id = model->head.outputs - 1;
@@ -83,10 +86,10 @@ static void NAME(attend_layer)(const Pass *a, int64_t index, NAME(Between) at, i
     const Model *model = a->model;
     const Layer *layer = model->layers + index;
     const Store *store = a->stores + index;
-    int64_t heads = model->heads, kv_heads = model->kv_heads, dim = model->dim, token = kv_heads * dim;
+    int64_t heads = model->heads, kv_heads = model->kv_heads, dim = model->dim, stored = NAME(stored_dim)(a), token = kv_heads * stored;
     Heads turned = {
         .tokens = a->tokens, .heads = heads, .kv_heads = kv_heads, .dim = dim, .rotary = model->rotary, .threads = a->threads,
-        .eps = layer->query_norm.eps, .cos = a->cos, .sin = a->sin, .positions = at.positions, .cells = at.cells,
+        .rounded = a->rounded, .eps = layer->query_norm.eps, .cos = a->cos, .sin = a->sin, .positions = at.positions, .cells = at.cells,
         .query_norm = layer->query_norm.weight, .key_norm = layer->key_norm.weight, .states = at.states,
         .keys = store->keys, .values = store->values,
     };
@@ -95,11 +98,11 @@ static void NAME(attend_layer)(const Pass *a, int64_t index, NAME(Between) at, i
         .rows = a->rows, .heads = heads, .kv_heads = kv_heads, .dim = dim, .value_dim = dim, .threads = a->threads,
         .scale = model->scale, .window = layer->window, .bounds = a->bounds, .query_rows = at.query_rows,
         .key_rows = at.key_rows, .value_rows = at.key_rows, .positions = a->tree_positions,
-        .words = a->words ? a->words[index] : NULL, .columns = a->columns, .query = at.states, .key = store->keys,
+        .words = a->words ? a->words[index] : NULL, .columns = a->columns, .rounded = a->rounded, .query = at.states, .key = store->keys,
         .value = store->values, .shared_key = store->shared_keys, .shared_value = store->shared_values,
-        .query_token = (heads + 2 * kv_heads) * dim, .query_head = dim, .key_token = token, .key_head = dim,
-        .value_token = token, .value_head = dim, .shared_key_token = token, .shared_key_head = dim,
-        .shared_value_token = token, .shared_value_head = dim, .out = at.attended,
+        .query_token = (heads + 2 * kv_heads) * dim, .query_head = dim, .key_token = token, .key_head = stored,
+        .value_token = token, .value_head = stored, .shared_key_token = token, .shared_key_head = stored,
+        .shared_value_token = token, .shared_value_head = stored, .out = at.attended,
     };
     NAME(share_of_attend)(&attention, failed);
 }

@@ -54,6 +54,7 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+typedef int8_t bvec __attribute__((vector_size(LANES)));
 #ifndef INLINE /* tests compile without, which is faster */
 #define INLINE static inline __attribute__((always_inline))
 #endif
@@ -139,6 +140,12 @@ INLINE vec lanes_bfloat16(const uint16_t *x) {
     hvec half;
     memcpy(&half, x, sizeof half);
     return (vec)(__builtin_convertvector(half, ivec) << 16);
+}
+
+INLINE vec lanes_int8(const int8_t *x) {
+    bvec bytes;
+    memcpy(&bytes, x, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, ivec), vec);
 }
 
 INLINE void put_float32(float *to, vec x) { store(to, x); }

@@ -13,6 +13,7 @@ typedef struct {
     const int64_t *value_rows;
     const int64_t *positions, *words; /* [rows, columns]: draft trees; NULL: all rows are chains */
     int64_t columns;
+    int64_t rounded;                  /* 1: keys and values are rounded heads (typed.h), whose strides and offsets count bytes */
     const float *sinks;               /* [heads], or NULL */
     const void *query, *key, *value, *shared_key, *shared_value;
     int64_t query_token, query_head;
@@ -24,13 +25,14 @@ typedef struct {
 /* Heads of one layer: rotary embedding of queries and keys, keys and values to their cells. */
 typedef struct {
     int64_t tokens, heads, kv_heads, dim, rotary, threads;
+    int64_t rounded;                  /* 1: keys and values are rounded when they are written */
     double eps;
     const float *cos, *sin;           /* [positions, rotary] */
     const int64_t *positions;         /* [tokens] */
     const int64_t *cells;             /* [tokens] */
     const void *query_norm, *key_norm;/* [dim], RMS norm of each head before the rotation; NULL: none */
     void *states;                     /* [tokens, heads + 2 kv_heads, dim]; queries are rotated in place */
-    void *keys, *values;              /* [cells, kv_heads, dim] each */
+    void *keys, *values;              /* [cells, kv_heads, dim] each; rounded: [cells, kv_heads, dim + 4] bytes */
 } Heads;
 
 /* How packed weights lie: of the type of x, or signed bytes with `scales`; or whole numbers by groups of inputs, with scales and
@@ -76,7 +78,7 @@ typedef struct {
     Weights head;
 } Model;
 
-/* Where one layer's keys and values are: [cells, kv_heads, dim] of the slots, and of shared prompts. */
+/* Where one layer's keys and values are, as in Heads: those of the slots, and of shared prompts. */
 typedef struct { void *keys, *values, *shared_keys, *shared_values; } Store;
 
 /* One pass. Arrays that other structs have too are the same there. */
@@ -86,6 +88,7 @@ typedef struct {
     int64_t tokens, rows, columns, threads;
     int64_t packed;                   /* 1: unused columns are left out of the pass */
     int64_t capacity;                 /* cells of a slot */
+    int64_t rounded;                  /* 1: the stores hold rounded keys and values */
     int64_t id_row;                   /* ids from one row to the next */
     int64_t vector_count;
     const int64_t *ids;               /* [rows, columns or more]; -1 - i: vector i */

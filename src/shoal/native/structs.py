@@ -21,7 +21,7 @@ class AttentionStruct(ctypes.Structure):
         *_all(_REAL, "scale softcap"),
         ("window", _INTEGER),
         *_all(_POINTER, "bounds query_rows key_rows value_rows positions words"),
-        ("columns", _INTEGER),
+        *_all(_INTEGER, "columns rounded"),
         *_all(_POINTER, "sinks query key value shared_key shared_value"),
         *_all(
             _INTEGER,
@@ -36,7 +36,7 @@ class HeadsStruct(ctypes.Structure):
     """The rotary embedding of one layer, with the writing of its keys and values to their cells."""
 
     _fields_ = [
-        *_all(_INTEGER, "tokens heads kv_heads dim rotary threads"),
+        *_all(_INTEGER, "tokens heads kv_heads dim rotary threads rounded"),
         ("eps", _REAL),
         *_all(_POINTER, "cos sin positions cells query_norm key_norm states keys values"),
     ]
@@ -92,7 +92,7 @@ class PassStruct(ctypes.Structure):
     _fields_ = [
         ("model", ctypes.POINTER(ModelStruct)),
         ("stores", _POINTER),
-        *_all(_INTEGER, "tokens rows columns threads packed capacity id_row vector_count"),
+        *_all(_INTEGER, "tokens rows columns threads packed capacity rounded id_row vector_count"),
         *_all(_POINTER, "ids vectors bounds tree_positions words cos sin workspace logits"),
         *_all(_INTEGER, "last_only scored_rows scored_columns"),
     ]

@@ -19,9 +19,9 @@ INLINE vec NAME(some_lanes)(const T *from, int64_t n) {
     return NAME(lanes)(some);
 }
 
-/* Asks for n elements that will be read later; the address need not be valid. */
-INLINE void NAME(fetch)(const T *from, int64_t n) {
-    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(from + i);
+/* Asks for bytes that will be read later; the address need not be valid. */
+INLINE void NAME(fetch)(const char *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
 /* `to` may be `x`. */
@@ -166,22 +166,50 @@ static NOINLINE void NAME(rotate)(T *restrict to, const T *restrict x, const flo
     if (to != x) memcpy(to + rotary, x + rotary, (dim - rotary) * sizeof(T));
 }
 
+/* A head of one token's keys or values in a cache takes so many bytes. Rounded, it is signed bytes, and behind them the float32 that
+   makes them features again. */
+INLINE int64_t NAME(head_bytes)(int64_t rounded, int64_t dim) {
+    return rounded ? dim + (int64_t)sizeof(float) : dim * (int64_t)sizeof(T);
+}
+
+/* Rounds n features, the scale being that with which the largest is 127. NaN and infinities make all NaN. */
+static NOINLINE void NAME(round_head)(char *to, const T *x, int64_t n) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t size = float_to_bits(NAME(widen)(x[i])) & 0x7fffffffu;
+        largest = size > largest ? size : largest;
+    }
+    float scale = bits_to_float(largest < 0x7f800000u ? largest : 0x7fc00000u) / 127.0f;
+    if (scale < 0x1p-126f) scale = 0x1p-126f;
+    for (int64_t i = 0; i < n; i++)
+        ((int8_t *)to)[i] = (int8_t)((int32_t)float_to_bits(NAME(widen)(x[i]) / scale + 12582912.0f) - 0x4b400000);
+    memcpy(to + n, &scale, sizeof scale);
+}
+
+/* Writes a head of a token's keys or values, the `number`-th of a store. */
+INLINE void NAME(write_head)(const Heads *a, void *store, int64_t number, const T *x) {
+    char *to = (char *)store + number * NAME(head_bytes)(a->rounded, a->dim);
+    if (a->rounded) NAME(round_head)(to, x, a->dim);
+    else memcpy(to, x, a->dim * sizeof(T));
+}
+
 static void NAME(share_of_heads)(const Heads *a) {
     int64_t dim = a->dim, all = a->heads + 2 * a->kv_heads;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < a->tokens; t++) {
         const float *cos = a->cos + a->positions[t] * a->rotary, *sin = a->sin + a->positions[t] * a->rotary;
         T *states = (T *)a->states + t * all * dim, turned[1024];
-        int64_t cell = a->cells[t] * a->kv_heads * dim;
+        int64_t cell = a->cells[t] * a->kv_heads;
         for (int64_t h = 0; h < a->heads + a->kv_heads; h++) {
             T *x = states + h * dim;
             const T *norm = h < a->heads ? a->query_norm : a->key_norm;
             if (norm) NAME(normalize)(x, x, norm, dim, a->eps);
             NAME(rotate)(turned, x, cos, sin, a->rotary, dim);
-            T *to = h < a->heads ? x : (T *)a->keys + cell + (h - a->heads) * dim;
-            memcpy(to, turned, dim * sizeof(T));
+            if (h < a->heads) memcpy(x, turned, dim * sizeof(T));
+            else NAME(write_head)(a, a->keys, cell + h - a->heads, turned);
         }
-        memcpy((T *)a->values + cell, states + (a->heads + a->kv_heads) * dim, a->kv_heads * dim * sizeof(T));
+        const T *values = states + (a->heads + a->kv_heads) * dim;
+        for (int64_t h = 0; h < a->kv_heads; h++) NAME(write_head)(a, a->values, cell + h, values + h * dim);
     }
 }
 

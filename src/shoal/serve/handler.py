@@ -186,7 +186,7 @@ class Offline:
         self.shoal, self._settings = shoal, replace(settings, queue=sys.maxsize)
         self._make_engine = make_engine
         target = shoal.loaded["target"] or {}
-        self.made = {name: target[name] for name in ("dtype", "quantize", "strict")}
+        self.made = {name: target[name] for name in ("dtype", "quantize", "strict", "kv")}
 
     def answer(self, lines: Iterable[BatchLine], done: Callable[[Json], None]) -> None:
         """Answers all lines, as many at a time as the batch has slots.

@@ -8,6 +8,9 @@ group's prompt is copied to a sibling, an accepted path of a draft tree moves to
 Beside its slots a layer has the *shared store*, two flat tensors [cells, kv heads, head dim]. A
 group's prompt may lie there once (`Prefix`); the slots of its rows then hold their tails only.
 
+A cache may round keys and values once, when they are written (`rounded`). A head of a token is then
+stored as bytes, with its scale behind them, so that whatever moves tokens moves their scales.
+
 `Layer` has the tensors of one layer, and copies tokens from one cache to another.
 """
 
@@ -31,17 +34,46 @@ ALIGNMENT = 64
 """The number of bytes of a cache line and of the widest vectors."""
 
 
+SCALE_BYTES = 4
+"""The number of bytes of the float32 scale behind a head's rounded features."""
+LEAST_SCALE = 2.0**-126
+"""The least scale, the smallest normal float32: a head of zeros is divided by it."""
+
+
+def rounded(states: Tensor) -> Tensor:
+    """Rounds keys or values [..., dim] to signed bytes with a float32 scale a head and token.
+
+    The scale is that with which the largest feature is 127. The kernel `heads` computes the same
+    bits. NaN and infinities make all features of the head NaN.
+
+    Returns:
+        [..., dim + SCALE_BYTES] int8.
+    """
+    features = states.float()
+    scales = (features.abs().amax(dim=-1, keepdim=True) / 127).clamp(min=LEAST_SCALE)
+    numbers = (features / scales).nan_to_num().round().to(torch.int8)
+    return torch.cat([numbers, (scales + 0 * scales).view(torch.int8)], dim=-1)
+
+
+def unrounded(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the keys or values [..., dim] that `rounded` has made [..., dim + SCALE_BYTES] of."""
+    scales = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (stored[..., :-SCALE_BYTES].float() * scales).to(dtype)
+
+
 @dataclass
 class Layer:
     """The keys and values of one layer; value dims may differ from key dims (MLA).
 
     Attributes:
+        dtype: the number format in which the model computes them.
         keys: [slots, capacity, heads, dim].
         values: [slots, capacity, heads, value dim].
         shared_keys: [cells, heads, dim].
         shared_values: [cells, heads, value dim].
     """
 
+    dtype: torch.dtype
     keys: Tensor
     values: Tensor
     shared_keys: Tensor
@@ -63,14 +95,6 @@ class Layer:
         self.shared_keys, self.shared_values = (
             resized(tensor, (cells,), (cells,)) for tensor in (self.shared_keys, self.shared_values)
         )
-
-
-def allocated(states: Tensor, *size: int) -> Tensor:
-    """Returns zeros [*size, heads, dim] for states [rows, heads, q, dim].
-
-    The cells must be zero because a masked key is multiplied by 0, and 0 * NaN would be NaN.
-    """
-    return zeros(states, (*size, states.shape[1], states.shape[3]))
 
 
 def resized(tensor: Tensor, size: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
@@ -138,10 +162,12 @@ class RowStore:
         gaps: number of each row's tokens that are left out, so that its `lengths` are less than its
             positions.
         marks: the states after blocks of prompts, of rows whose layers keep states.
+        rounds: True if keys and values are rounded when they are written.
     """
 
     def __init__(self) -> None:
         self._layers: list[Layer] = []
+        self.rounds = False
         self.slots = self.capacity = self.cells = 0
         self.lengths: list[int] = []
         self.prefixes: list[Prefix | None] = []
@@ -280,7 +306,7 @@ class RowStore:
             layers: number of the other cache's layers, from the first on.
         """
         for layer in source._layers[len(self._layers) : layers]:
-            self._add_layer(layer.keys.transpose(1, 2), layer.values.transpose(1, 2))
+            self._layers.append(layer_like(self, layer.dtype, layer.keys, layer.values))
         own, shared = Moves(), Moves()
         for slot, taken in enumerate(slots):
             self.enter(slot)
@@ -321,7 +347,12 @@ class RowStore:
                 cells = slice(prefix.base, prefix.base + prefix.length)
                 held += [layer.shared_keys[cells], layer.shared_values[cells]]
             for tensor in held:
-                tensor.nan_to_num_(0.0, 0.0, 0.0)
+                if self.rounds:  # what is not finite has a scale that is not
+                    scales = tensor[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+                    finite = scales.nan_to_num_(0.0, 0.0, 0.0).view(torch.int8)
+                    tensor[..., -SCALE_BYTES:] = finite
+                else:
+                    tensor.nan_to_num_(0.0, 0.0, 0.0)
 
     def _offset(self, slot: int) -> int:
         """Returns the position of the first token in the slot."""
@@ -352,5 +383,17 @@ class RowStore:
         return own + self.marks.nbytes
 
     def _add_layer(self, key_states: Tensor, value_states: Tensor) -> None:
-        sizes, pair = ((self.slots, self.capacity), (self.cells,)), (key_states, value_states)
-        self._layers.append(Layer(*(allocated(states, *size) for size in sizes for states in pair)))
+        """Makes the stores of a layer with keys and values like these, [rows, heads, q, dim]."""
+        pair = [states[:, :, :1].transpose(1, 2) for states in (key_states, value_states)]
+        stored = [rounded(states) for states in pair] if self.rounds else pair
+        self._layers.append(layer_like(self, key_states.dtype, *stored))
+
+
+def layer_like(store: RowStore, dtype: torch.dtype, *like: Tensor) -> Layer:
+    """Makes stores whose tokens are of the form and format of these, [rows, q, heads, dim].
+
+    The cells must be zero because a masked key is multiplied by 0, and 0 * NaN would be NaN.
+    """
+    sizes = (store.slots, store.capacity), (store.cells,)
+    tensors = (zeros(states, (*size, *states.shape[2:])) for size in sizes for states in like)
+    return Layer(dtype, *tensors)

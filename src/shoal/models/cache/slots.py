@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from shoal.errors import InternalError
 from shoal.models.cache.pass_plan import Plan
-from shoal.models.cache.row_store import Layer, RowStore
+from shoal.models.cache.row_store import Layer, RowStore, rounded, unrounded
 from shoal.types.requests import Prefix
 
 LayerStores = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -27,13 +27,17 @@ LayerStores = tuple[Tensor, Tensor, Tensor, Tensor]
 class SlotCache(RowStore, Cache):
     """The keys and values of up to `slots` rows of unequal lengths, for one model.
 
+    Args:
+        rounds: True if keys and values are rounded when they are written (`rounded`).
+
     Attributes:
         plan: the plan of the pass under way; None outside of passes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: bool = False) -> None:
         Cache.__init__(self, layers=[])
         RowStore.__init__(self)
+        self.rounds = rounds
         self._layer: Layer | None = None
         self.plan: Plan | None = None
         self._written: Tensor | None = None
@@ -155,6 +159,8 @@ class SlotCache(RowStore, Cache):
             keys: [tokens, heads, dim].
             values: [tokens, heads, dim].
         """
+        if self.rounds:
+            keys, values = rounded(keys), rounded(values)
         for store, states in zip(self._stores(index), (keys, values), strict=True):
             store.view(-1, store.shape[-2] * store.shape[-1]).index_copy_(
                 0, self.written, states.reshape(self.written.numel(), -1)
@@ -167,10 +173,11 @@ class SlotCache(RowStore, Cache):
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of the plan's rows in a layer, [rows, heads, kv, dim] each.
 
-        They are views when the slots are consecutive.
+        They are views when the slots are consecutive and the cache does not round.
         """
-        keys, values = self._stores(index)
-        return self._rows(keys).transpose(1, 2), self._rows(values).transpose(1, 2)
+        stores = self._stores(index)
+        keys, values = (_features(self._layer, self._rows(store), self.rounds) for store in stores)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def _rows(self, store: Tensor) -> Tensor:
         plan = self.plan
@@ -198,7 +205,11 @@ class SlotCache(RowStore, Cache):
         """
         if self._layer is None or self.plan is None or not self.plan.shares:
             return None, None
-        return self._layer.shared_keys, self._layer.shared_values
+        layer = self._layer
+        keys, values = (
+            _features(layer, one, self.rounds) for one in (layer.shared_keys, layer.shared_values)
+        )
+        return keys, values
 
     def attached(self) -> AbstractContextManager[None]:
         """Returns a context that a model's own modules compute the pass in."""
@@ -254,3 +265,9 @@ def _as_slot(into: Prefix, keys: Tensor, values: Tensor) -> tuple[int, int, int,
         for store in (keys, values)
     ]
     return own[0], own[1], keys.data_ptr(), values.data_ptr()
+
+
+def _features(layer: Layer | None, stored: Tensor, rounded: bool) -> Tensor:
+    """Returns stored keys or values as a layer computes with them."""
+    assert layer is not None
+    return unrounded(stored, layer.dtype) if rounded else stored

@@ -49,10 +49,11 @@ class StateCache(SlotCache):
 
     Args:
         mixers: the modules that keep states.
+        rounds: see `SlotCache`.
     """
 
-    def __init__(self, mixers: Mixers) -> None:
-        super().__init__()
+    def __init__(self, mixers: Mixers, rounds: bool = False) -> None:
+        super().__init__(rounds)
         self.mixers = mixers
         self.marks.block = mixers.block
         self._row_states: list[RowStates] = []

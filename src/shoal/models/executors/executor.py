@@ -99,14 +99,17 @@ class Explanation(NamedTuple):
         executor: the name of the executor that computes the batch.
         refusals: the other executors with their reasons, in the order in which they are asked.
         kernels: a remark on the kernels in C that compute it (`shoal.native.build.remark`).
+        kv: the format that keys and values are rounded to, or "off".
     """
 
     executor: str
     refusals: Sequence[Refusal]
     kernels: str = ""
+    kv: str = "off"
 
     def __str__(self) -> str:
-        parts = [f"kernels: {self.kernels}"] if self.kernels else []
+        parts = [] if self.kv == "off" else [f"keys and values in {self.kv}"]
+        parts += [f"kernels: {self.kernels}"] if self.kernels else []
         parts += [f"not {executor}: {reason}" for executor, reason in self.refusals]
         reasons = "; ".join(parts)
         return f"{self.executor} ({reasons})" if reasons else self.executor

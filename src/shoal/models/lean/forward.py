@@ -18,6 +18,7 @@ from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
 from shoal.models.attention.native import takes
 from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache.row_store import SCALE_BYTES
 from shoal.models.executors.executor import embedded
 from shoal.models.lean.decoder import Angles, Decoder, Norm
 from shoal.models.lean.whole import WholePass
@@ -89,6 +90,7 @@ class NativePass:
             dim=decoder.dim,
             rotary=self._cos.shape[1],
             threads=self._threads,
+            rounded=cache.rounds,
             cos=self._cos.data_ptr(),
             sin=self._sin.data_ptr(),
             positions=self._positions.data_ptr(),
@@ -99,7 +101,8 @@ class NativePass:
         """Makes the struct of attention, without the addresses of a layer's tensors."""
         decoder = self._kernels.decoder
         heads, kv_heads, dim = decoder.heads, decoder.kv_heads, decoder.dim
-        token = kv_heads * dim
+        stored = dim + SCALE_BYTES if cache.rounds else dim
+        token = kv_heads * stored
         self._row_starts = (
             self._first_tokens(plan),
             np.array(plan.slots or [0]) * (cache.capacity * token),
@@ -118,16 +121,17 @@ class NativePass:
             key_rows=slots,
             value_rows=slots,
             columns=plan.q,
+            rounded=cache.rounds,
             query_token=(heads + 2 * kv_heads) * dim,
             query_head=dim,
             key_token=token,
-            key_head=dim,
+            key_head=stored,
             value_token=token,
-            value_head=dim,
+            value_head=stored,
             shared_key_token=token,
-            shared_key_head=dim,
+            shared_key_head=stored,
             shared_value_token=token,
-            shared_value_head=dim,
+            shared_value_head=stored,
             out=self._out.data_ptr(),
         )
 

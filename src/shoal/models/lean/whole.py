@@ -131,6 +131,7 @@ class WholePass:
             threads=torch.get_num_threads(),
             packed=plan.packed,
             capacity=cache.capacity,
+            rounded=cache.rounds,
             id_row=ids.shape[1],
             vector_count=0 if vectors is None else len(vectors),
             ids=ids.data_ptr(),

@@ -81,7 +81,7 @@ from torch._compile import _disable_dynamo
 operations = []
 
 def backend(graph, inputs):
-    operations.extend(node.target.__name__ for node in graph.graph.nodes if node.op == "call_function")
+    operations.extend(getattr(node.target, "__name__", node.target) for node in graph.graph.nodes if node.op.startswith("call_"))
     return graph.forward
 
 @torch.compiler.disable

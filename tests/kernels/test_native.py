@@ -318,8 +318,8 @@ def heads(case: HeadsCase) -> tuple[Tensor, Tensor, Tensor]:
     pointers = (t.data_ptr() for t in (case.cos, case.sin, case.positions, case.cells))
     getattr(building.library(), f"heads_{SUFFIXES[states.dtype]}")(
         HeadsStruct(
-            len(states), count, case.kv_heads, states.shape[-1], case.cos.shape[1], torch.get_num_threads(), case.eps, *pointers,
-            *norms, states.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            len(states), count, case.kv_heads, states.shape[-1], case.cos.shape[1], torch.get_num_threads(), 0, case.eps,
+            *pointers, *norms, states.data_ptr(), keys.data_ptr(), values.data_ptr(),
         )
     )  # fmt: skip
     return states[:, :count], keys, values

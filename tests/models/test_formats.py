@@ -251,7 +251,7 @@ def test_check_goes_by_the_same_facts(dtype: torch.dtype, cpu: Cpu, verdict: str
 @by_pairs({"dtype": [BF16, F16, F32], "strict": [True, False], "device": ["cpu", "cuda"]})
 def test_check_says_whether_seeds_hold_and_the_way_out(dtype: torch.dtype, strict: bool, device: str) -> None:
     notes = {"dtype": "as it is"} | ({"strict": "proved"} if strict else {})
-    runner = SimpleNamespace(dtype=dtype, device=torch.device(device), notes=notes, lean=None)
+    runner = SimpleNamespace(dtype=dtype, device=torch.device(device), notes=notes, lean=None, kv="off")
     found = check_model.number_format(runner)  # type: ignore[arg-type]
     holds = strict or dtype == F32
     assert found.data["seeds_hold"] == holds

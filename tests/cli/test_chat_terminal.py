@@ -34,7 +34,10 @@ import fcntl, os, sys, termios, time
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the terminal whose Ctrl-C this process gets
 """
 CHILD = """
+import signal
 from types import SimpleNamespace
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 
 from shoal.cli import chat, run
 from shoal.cli.options import ModelSource

@@ -365,6 +365,43 @@ def test_attention_is_timed_and_checked(script: Any, monkeypatch: pytest.MonkeyP
     assert lines[2]["microseconds"] == "-"  # FlashAttention is refused on a CPU, which ends nothing
 
 
+class Clock:
+    """A stand-in for `time`: every call of its counter is so many seconds after the last."""
+
+    def __init__(self, step: float) -> None:
+        self.step, self.now = step, 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+@pytest.mark.parametrize("script", ["attention", "products"], indirect=True)
+def test_times_are_microseconds_and_shares_are_of_bytes_a_second(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that takes 500 microseconds moves its bytes; at the bandwidth it would take 250."""
+    monkeypatch.setattr(importlib.import_module("common"), "time", Clock(500e-6))
+    if script.__name__ == "attention":
+        shape = script.SHAPES["cpu"][0]
+        moved = script.read_bytes(script.inputs_of(shape, torch.float32, CPU))
+        (line,) = script.measured(shape, ["pad"], CPU, bandwidth=4000.0 * moved)
+    else:
+        operation = script.Operation("one", [lambda: torch.ones(2)], None, 100.0)
+        line = script.line_of(operation, CPU, 1, bandwidth=4000.0 * 100, repeats=3)
+    assert line["microseconds"] == pytest.approx(500)
+    assert line["of bandwidth"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("script", ["passes"], indirect=True)
+def test_a_pass_is_milliseconds_beside_a_floor_in_seconds(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four passes in the queue take 2 ms, each 500 microseconds, of which the floor is half."""
+    runner = shaped_pair("tiny", dtype="float32", device="cpu", max_batch=2).target
+    runner = script.prepared(runner.hf, "pad", False, [5, 7], 4)
+    monkeypatch.setattr(script, "time", Clock(2e-3))
+    (line,) = script.lines_of({("pad", False): runner}, [5, 7], 1, 1, floor=250e-6, context="short")
+    assert line["ms"] == pytest.approx(0.5)
+    assert line["floor / time"] == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("script", ["check"], indirect=True)
 def test_a_replay_that_differs_ends_the_check(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert run_script(script, monkeypatch, tmp_path) == 0

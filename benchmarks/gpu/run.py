@@ -43,7 +43,7 @@ def _pytest(*arguments: str, workers: str = "auto") -> tuple[str, ...]:
     from importlib.util import find_spec
 
     parallel = ("-n", workers, "--dist", "worksteal") if find_spec("xdist") else ()
-    options = ("-q", "-c", str(HERE / "pytest.ini"), "--rootdir", str(ROOT), "-p", "no:cacheprovider")
+    options = ("-c", str(HERE / "pytest.ini"), "--rootdir", str(ROOT), "-p", "no:cacheprovider")
     return PYTHON, "-m", "pytest", *options, *parallel, *arguments
 
 

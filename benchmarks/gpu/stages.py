@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 GRACE = 10.0
 """Seconds that a stage at its limit has to deliver what it has measured, before it is killed."""
-PASSED = "passed"
+PASSED, STOPPED = "passed", "stopped after"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,14 @@ class Stage:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+class Cases(NamedTuple):
+    """Tests of a stage. chosen: those that should have run."""
+
+    passed: int
+    failed: int
+    chosen: int
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a stage.
@@ -66,6 +75,22 @@ class Outcome:
     @property
     def passed(self) -> bool:
         return self.result == PASSED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its time was over, and nothing else is known to be wrong."""
+        return self.result.startswith(STOPPED)
+
+    @property
+    def cases(self) -> Cases:
+        """The counts that pytest printed, alone or with workers; zeros where it printed none."""
+
+        def count(pattern: str) -> int:
+            return sum(map(int, re.findall(pattern, self.output, re.MULTILINE)))
+
+        chosen = r"^collected \d+ items? .*?(\d+) selected|^collected (\d+) items?$|^\d+ workers? \[(\d+) items?\]"
+        numbers = [int("".join(found)) for found in re.findall(chosen, self.output, re.MULTILINE)]
+        return Cases(count(r"\b(\d+) passed\b"), count(r"\b(\d+) (?:failed|errors?)\b"), max(numbers, default=0))
 
 
 def run(
@@ -129,7 +154,7 @@ def _run(stage: Stage, limit: float, place: Path, grace: float) -> Outcome:
             _end(process, grace)
         output.seek(0)
         text = output.read().decode(errors="replace")
-    result = f"stopped after {limit:.0f} s" if stopped else PASSED
+    result = f"{STOPPED} {limit:.0f} s" if stopped else PASSED
     if not stopped and process.returncode:
         result = f"failed, exit code {process.returncode}"
     seconds = time.monotonic() - started

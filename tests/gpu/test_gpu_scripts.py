@@ -185,19 +185,20 @@ time.sleep(600)
 """
 
 
+class AtTheLimit(subprocess.Popen[bytes]):
+    """A process whose limit is over as soon as it is where the test wants it."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout == 2.0:
+            eventually(Path(self.args[-1], "ready").exists)  # type: ignore[arg-type, index]
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return super().wait(timeout)
+
+
 @pytest.mark.parametrize("script", ["stages"], indirect=True)
 def test_a_stage_at_its_limit_may_deliver_and_is_then_killed_with_all_that_it_started(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class AtTheLimit(subprocess.Popen[bytes]):
-        """A process whose limit is over as soon as it is where the test wants it."""
-
-        def wait(self, timeout: float | None = None) -> int:
-            if timeout == 2.0:
-                eventually(Path(self.args[-1], "ready").exists)  # type: ignore[arg-type, index]
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            return super().wait(timeout)
-
     monkeypatch.setattr(script.subprocess, "Popen", AtTheLimit)
     delivers = (
         WRITES
@@ -324,6 +325,7 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
     found = {verdict.what: verdict for verdict in script.verdicts(outcomes)}
     words = {what: (verdict.measured, verdict.word) for what, verdict in found.items()}
     assert words["plain round of 8 rows, share of the floor"] == ("0.90", "met")
+    assert words["plain round of 8 rows, share of the floor, then"] == ("0.90", "met")
     assert words["kernels"] == ("passed", "met")
     assert words["round of six drafts, 8 rows, share of its floor"] == ("0.30", "missed")
     assert words["six drafts against plain rounds, per token and row"] == ("3.00x", "met")
@@ -341,9 +343,53 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
     words = {verdict.what: verdict.word for verdict in script.verdicts(outcomes)}
     assert words["kernels"] == "missed"
     assert words["tokens per second against Transformers, batch 8"] == "met, but kernels not verified"
-    assert script.verdicts(outcomes[1:])[0].verified is False  # nothing was proved either
+    assert script.verdicts(outcomes[1:])[0].doubt == script.UNVERIFIED  # nothing was proved either
     page = script.markdown(script.verdicts(outcomes), outcomes, {"date": "today", "device": "one"})
     assert page.count("\n| ") == len(found) + len(outcomes) + 2
+
+
+@pytest.mark.parametrize("script", ["verdict"], indirect=True)
+def test_kernels_that_were_only_stopped_are_verified_in_part(script: Any) -> None:
+    stages = importlib.import_module("stages")
+    rounds = {"lines": [{"way": "captured", "lookahead": "off", "floor / time": 0.82}]}
+    what = "plain round of 8 rows, share of the floor"
+
+    def words(result: str, output: str) -> tuple[str | None, str, str, str]:
+        kernels = stages.Outcome(stages.Stage("kernels", "kernels", 1.0, (), proves=True), result, 1.0, [], output)
+        others = [
+            stages.Outcome(stages.Stage("check", "check", 1.0, (), proves=True), "passed", 1.0, [], ""),
+            stages.Outcome(stages.Stage("rounds", "rounds", 1.0, ()), "passed", 1.0, [rounds], ""),
+        ]
+        found = {verdict.what: verdict for verdict in script.verdicts([kernels, *others])}
+        return found["kernels"].measured, *(found[name].word for name in ("kernels", what, f"{what}, then"))
+
+    some = "collected 101 items\n\n==== 60 passed in 9.0s ====\n"
+    part = ("60 of 101 cases passed, stopped", "stopped", "met, but kernels verified in part")
+    assert words("stopped after 170 s", some) == (*part, "next, but kernels verified in part")
+    assert words("stopped after 170 s", "8 workers [101 items]\n==== 60 passed in 9.0s ====\n")[:3] == part
+    fault = some.replace("60 passed", "1 failed, 60 passed")
+    assert words("stopped after 170 s", fault)[1:3] == ("missed", "met, but kernels not verified")
+    assert words("stopped after 170 s", "")[1:3] == ("stopped", "met, but kernels not verified")  # no case has run
+    assert words("failed, exit code 1", some)[1:3] == ("missed", "met, but kernels not verified")
+    assert words("passed", some) == ("passed", "met", "met", "next")
+
+
+@pytest.mark.parametrize("script", ["run"], indirect=True)
+def test_cases_are_counted_where_their_stage_is_stopped(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what pytest prints when it is interrupted."""
+    stages = importlib.import_module("stages")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # alone, as the second case waits
+    monkeypatch.setattr(stages.subprocess, "Popen", AtTheLimit)
+    file = tmp_path / "test_two.py"
+    file.write_text(
+        "import pathlib, sys, time\ndef test_a(): pass\ndef test_left_out(): pass\n"
+        "def test_b():\n    pathlib.Path(sys.argv[-1], 'ready').touch()\n    time.sleep(600)\n"
+    )
+    command = script._pytest(str(file), "-k", "not left_out", "{results}")
+    (outcome,) = stages.run([stages.Stage("two", "two", 2.0, command)], tmp_path / "made", grace=100.0)
+    assert (outcome.stopped, outcome.cases) == (True, (1, 0, 2)), outcome.output
 
 
 # ── the measurements, on a CPU ──────────────────────────────────────────────────────────────────────────────────────

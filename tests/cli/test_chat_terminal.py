@@ -37,7 +37,9 @@ CHILD = """
 import signal
 from types import SimpleNamespace
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+for number in (signal.SIGHUP, signal.SIGQUIT):  # which nohup, or a shell's &, has told these tests to pass over
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from shoal.cli import chat, run
 from shoal.cli.options import ModelSource

@@ -7,6 +7,7 @@ models.quantize.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading, passes, quantize
 from shoal.models.attention.fused import has_triton
+from shoal.models.layers import gpu_draws
 from shoal.models.layers.eight_bit import MIDDLE, NARROW, WIDE, cut_of
 from shoal.native.build import missing
 from shoal.testing import tiny_model
@@ -114,8 +116,18 @@ DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
         {"weights": "*fp32", "sums": "*fp64", "uniforms": "*fp64", "tokens": "*i64"},
         {"PARTS": 64, "BUCKETS": 64, "MEMBERS": 4096}, 16,
     ),
+    "block_sums": ({"weights": "*fp32", "sums": "*fp64"}, {"SIZE": 256}, 1),
+    "feed": (
+        dict.fromkeys(("drawn", "tokens", "kept", "positions", "cells", "starts", "counts"), "*i64"), {"ADVANCES": True}, 1
+    ),
 }  # fmt: skip
 """The same of `gpu_draws`, for the largest vocabulary."""
+
+
+@pytest.mark.skipif(not has_triton(), reason="needs Triton (extra `triton`)")
+def test_every_kernel_of_a_draw_that_is_launched_is_compiled() -> None:
+    launched = re.findall(r"kernels\.(\w+)\[", Path(gpu_draws.__file__).read_text(encoding="utf-8"))
+    assert set(launched) == set(DRAWS)
 
 
 @pytest.mark.slow

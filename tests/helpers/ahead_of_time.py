@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.models.attention.fused import Tiling, has_triton, tiling
+from shoal.models.attention.fused import Tiling, _block, has_triton, tiling
 
 CAPABILITIES = (80, 90, 100)
 """A100; H100 and H200; B200."""
@@ -103,10 +103,13 @@ def _dumped(file: Path, *what: str) -> str:
     return subprocess.run([tool, *what, file], capture_output=True, text=True, check=True).stdout
 
 
-def cut(rows: int, heads: int, kv_heads: int, q: int, dim: int, span: int, dtype: torch.dtype = torch.bfloat16) -> Tiling:
+def cut(
+    rows: int, heads: int, kv_heads: int, q: int, dim: int, span: int, dtype: torch.dtype = torch.bfloat16, values: int = 0
+) -> Tiling:
+    """The tiling of a pass. values: the size of a value's head where it is not the key's."""
     query = torch.empty(rows, heads, q, dim, dtype=dtype, device="meta")
     key = torch.empty(rows, kv_heads, span, dim, dtype=dtype, device="meta")
-    return tiling(query, key, dim, span, processors=132)
+    return tiling(query, key, values or dim, span, processors=132)
 
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -126,23 +129,25 @@ class Variant:
     softcap: float | None = None
     heads: int = 32
     kv_heads: int = 8
+    values: int = 0
 
     @property
     def cut(self) -> Tiling:
-        return cut(self.rows, self.heads, self.kv_heads, self.q, self.dim, 4096, FORMATS[self.dtype])
+        return cut(self.rows, self.heads, self.kv_heads, self.q, self.dim, 4096, FORMATS[self.dtype], self.values)
 
     def compiled(self, capability: int, folder: Path) -> Binary:
         from shoal.models.attention import fused_kernels
 
-        made, pointer, block = self.cut, f"*{self.dtype}", max(16, 1 << (self.dim - 1).bit_length())
+        made, pointer, value_dim = self.cut, f"*{self.dtype}", self.values or self.dim
         there = {"shared_key": self.shared, "shared_value": self.shared, "sinks": self.sinks, "positions": self.trees}
         there |= {"words": self.trees, "logs": made.splits > 1}
         types = dict.fromkeys(("query", "key", "value", "shared_key", "shared_value", "sinks"), pointer)
         types |= {"bounds": "*i32", "logs": "*fp32", "scale": "fp32", "positions": "*i64", "words": "*i64"}
         types["out"] = "*fp32" if made.splits > 1 else pointer
         constants: dict[str, Any] = {
-            "SOFTCAP": self.softcap, "GROUP": self.heads // self.kv_heads, "DIM": self.dim, "VALUE_DIM": self.dim,
-            "BLOCK_D": block, "BLOCK_V": block, "BLOCK_Q": made.queries, "BLOCK_K": made.keys, "SPLITS": made.splits,
+            "SOFTCAP": self.softcap, "GROUP": self.heads // self.kv_heads, "DIM": self.dim,
+            "VALUE_DIM": value_dim, "BLOCK_D": _block(self.dim), "BLOCK_V": _block(value_dim), "BLOCK_Q": made.queries,
+            "BLOCK_K": made.keys, "SPLITS": made.splits,
         }  # fmt: skip
         constants |= {name: None for name, given in there.items() if not given}
         return compiled(fused_kernels.attend, types, constants, capability, folder, warps=made.warps, stages=made.stages)

@@ -1,7 +1,7 @@
 """The table at the end: what was wanted, what was measured, and whether that is enough. Standard library only.
 
 Wanted for bfloat16, shapes 7.8B/310M, 8 rows, an imposed acceptance of 0.8, as shares of the card's own floors
-(docs/measurements/gpu.md).
+(docs/how-to/gpu.md).
 """
 
 from __future__ import annotations

@@ -349,6 +349,19 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
 
 
 @pytest.mark.parametrize("script", ["verdict"], indirect=True)
+def test_the_guide_has_the_targets_and_the_triton_that_is_pinned(script: Any) -> None:
+    guide = (SCRIPTS.parents[1] / "docs" / "how-to" / "gpu.md").read_text(encoding="utf-8")
+    bounds = {target.what: target.bound for target in script.TARGETS}
+    plain = [bounds[f"plain round of 8 rows, share of the floor{which}"] for which in ("", ", then")]
+    assert "| at least {:.0%}, then {:.0%} |".format(*plain).replace("%", " %") in guide
+    assert f"| at least {bounds['round of six drafts, 8 rows, share of its floor']:.0%} |".replace("%", " %") in guide
+    assert f"| at least {bounds['six drafts against plain rounds, per token and row']}x; BASS" in guide
+    pins = (SCRIPTS.parents[1] / "constraints.txt").read_text(encoding="utf-8")
+    of = {name: version for name, _, version in (line.split(";")[0].strip().partition("==") for line in pins.splitlines())}
+    assert f"torch {of['torch'].rpartition('.')[0]} brings {of['triton']}, the release that `constraints.txt` pins" in guide
+
+
+@pytest.mark.parametrize("script", ["verdict"], indirect=True)
 def test_kernels_that_were_only_stopped_are_verified_in_part(script: Any) -> None:
     stages = importlib.import_module("stages")
     rounds = {"lines": [{"way": "captured", "lookahead": "off", "floor / time": 0.82}]}

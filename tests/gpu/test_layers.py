@@ -267,3 +267,12 @@ def test_what_is_launched_besides_layers(k: int, rule: str, monkeypatch: pytest.
     draft = whole - besides(k - 1) if k else 0
     assert draft <= LAUNCHES[k, rule][0]
     assert whole - k * draft <= LAUNCHES[k, rule][1]
+
+
+def test_the_launches_are_those_that_the_documents_say() -> None:
+    (_, plain), (draft, chains), (_, coupled) = LAUNCHES.values()
+    said = f"{plain} plain; {draft} a draft and {chains} ({coupled} by the coupled rule) with drafts"
+    assert said in Path("docs/explanation/fused-layers.md").read_text(encoding="utf-8")
+    drafted = "".join(rf"\| {k} drafts \| \d+ \| {chains + k * draft} \|.*\n" for k in (4, 6))
+    table = rf"\| plain \| \d+ \| {plain} \|.*\n{drafted}"
+    assert re.search(table, Path("docs/measurements/gpu.md").read_text(encoding="utf-8"))

@@ -2,9 +2,10 @@
 
 The device of a round stands still from the download of the verdict to the next launch: "waiting" is the thread time of the host in
 between, "after" its part up to the end of the round and "before" its part from the begin of the next one. "hidden" is what the host
-does after the first launch while the device works. Times are lower quartiles over rounds of tiny models, whose layers cost the host
-nothing as they are launched as graphs; the calls of Python functions are the median of a round, and those of them in which the
-device waits.
+does after the first launch while the device works. Where the next round is launched ahead of the verdict, as for users, the device
+has work meanwhile: there is no "waiting", and what counts is "host", all but the wait for the device. Times are lower quartiles
+over rounds of tiny models, whose layers cost the host nothing as they are launched as graphs; the calls of Python functions are the
+median of a round, and those of them in which the device waits.
 
 Run: python benchmarks/gpu/host.py
 """
@@ -29,6 +30,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
 from shoal.models.compiled import Captures, executors, transfer
+from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.transfer import Arrival
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model
@@ -113,9 +115,17 @@ def nothing_computed(watch: Watch) -> Callable[[torch.device], executors.Executo
     return lambda device: execute
 
 
+def nothing_to_compare(*_: Any) -> None:
+    """Stands for what a first replay would be compared with."""
+
+
 @contextmanager
-def standing_still(watch: Watch) -> Iterator[None]:
-    """Within it, captured rounds compute nothing and are not checked."""
+def standing_still(watch: Watch, ahead: bool) -> Iterator[None]:
+    """Within it, captured rounds compute nothing and are not checked.
+
+    Args:
+        ahead: whether rounds may be launched before the verdict of the last.
+    """
 
     class Watched(Arrival):
         def wait(self) -> Any:
@@ -131,7 +141,9 @@ def standing_still(watch: Watch) -> Iterator[None]:
     with (
         mock.patch.dict(executors.EXECUTORS, graphed=nothing_computed(watch)),
         mock.patch.object(transfer, "Arrival", Watched),
-        mock.patch.object(Captures, "replays", new=False),
+        mock.patch.object(Captures, "replays", new=ahead),
+        mock.patch.object(CapturedRound, "_first_replays", nothing_to_compare),
+        mock.patch.object(CapturedRound, "_advance", lambda round_: round_.built["advance"]()),
         mock.patch.multiple(captured, **checked),
     ):
         yield
@@ -161,6 +173,7 @@ def parts(moments: list[Moment], of: Callable[[Moment], int]) -> dict[str, int]:
     begin, launch = (next(of(one) for one in moments if one.name == name) for name in ("begin", "launch"))
     wait, verdict, end = (of(next(one for one in moments[::-1] if one.name == name)) for name in ("wait", "verdict", "end"))
     return {
+        "host": end - begin - (verdict - wait),
         "waiting": launch - begin + end - verdict,
         "after": end - verdict,
         "before": launch - begin,
@@ -168,18 +181,22 @@ def parts(moments: list[Moment], of: Callable[[Moment], int]) -> dict[str, int]:
     }
 
 
-def measured(drafts: int, rows: int, repeats: int) -> Line:
-    """The host's time and calls in rounds of `drafts` drafts."""
+def measured(drafts: int, rows: int, repeats: int, ahead: bool = False) -> Line:
+    """The host's time and calls in rounds of `drafts` drafts, launched ahead of verdicts or after them."""
     watch = Watch()
-    with standing_still(watch):
+    with standing_still(watch, ahead):
         engine = started(drafts, rows, (1 + drafts) * (WARM_UPS + 2 * repeats + 2))
+        used = engine._stages.captured.launched_ahead
+        before = used["used"]
         times = [parts(watch.round(engine), lambda one: one.time) for _ in range(repeats)]
         calls = [parts(watch.counted_round(engine), lambda one: one.calls) for _ in range(repeats)]
-    line: Line = {"drafts": drafts, "rows": rows}
+    line: Line = {"drafts": drafts, "rows": rows, "launched ahead": (used["used"] - before) / (2 * repeats)}
     for name in times[0]:
         line[f"{name} us"] = quantiles(each[name] / 1000 for each in times)[0]
-    line["calls"] = int(median(each["waiting"] + each["hidden"] for each in calls))
+    line["calls"] = int(median(each["host"] for each in calls))
     line["calls waiting"] = int(median(each["waiting"] for each in calls))
+    if ahead:
+        line |= dict.fromkeys(("waiting us", "after us", "before us", "calls waiting"), "-")
     return line
 
 
@@ -191,7 +208,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = [measured(drafts, options.rows, options.rounds) for drafts in map(int, options.drafts.split(","))]
+    lines = [
+        measured(drafts, options.rows, options.rounds, ahead)
+        for ahead in (True, False)
+        for drafts in map(int, options.drafts.split(","))
+    ]
     deliver("the host's part of a captured round", list(lines[0]), lines, torch.device("cpu"), options.results, "host")
     raise SystemExit(0)
 

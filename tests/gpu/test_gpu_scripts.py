@@ -589,6 +589,24 @@ def test_the_host_calls_few_functions_in_a_round(script: Any, drafts: int, calls
     assert all(line[f"{part} us"] > 0 for part in ("waiting", "before", "after", "hidden"))
 
 
+@pytest.mark.parametrize("script", ["host"], indirect=True)
+@pytest.mark.parametrize(("drafts", "calls"), [(0, 360), (6, 560)])
+def test_the_host_calls_few_functions_in_a_round_that_was_launched_ahead(script: Any, drafts: int, calls: int) -> None:
+    """What users get. The bounds may only fall."""
+    line = script.measured(drafts, rows=8, repeats=8, ahead=True)
+    assert line["launched ahead"] == 1
+    assert 0 < line["calls"] <= calls
+    assert (line["waiting us"], line["calls waiting"]) == ("-", "-")
+    assert line["host us"] > line["hidden us"] > 0
+
+
+@pytest.mark.parametrize("script", ["host"], indirect=True)
+def test_what_the_host_takes_is_written_down(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(script, "measured", lambda drafts, rows, repeats, ahead: {"drafts": drafts, "launched ahead": ahead})
+    assert run_script(script, monkeypatch, tmp_path, "--drafts", "0,6") == 0
+    assert [tuple(line.values()) for line in lines_in(tmp_path, "host")] == [(0, True), (6, True), (0, False), (6, False)]
+
+
 @pytest.mark.parametrize("script", ["identity"], indirect=True)
 def test_greedy_tokens_are_compared(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "TOKENS", 4)

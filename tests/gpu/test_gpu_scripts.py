@@ -13,17 +13,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from serving import eventually
 from shoal.bench.evidence import Ceilings, Load
-from shoal.bench.random_pairs import shaped_pair
+from shoal.bench.random_pairs import SHAPES, shaped_pair
 from shoal.models import loading
+from shoal.models.compiled.block import reservation
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
 MODULES = "attention check common host identity passes products requirements rounds run stages verdict".split()
@@ -552,6 +555,58 @@ def test_the_floor_counts_the_bytes_that_there_are() -> None:
         assert load is not None
         assert load.kv == 3 * 2 * 64 * 4  # layers, keys and values, width, bytes
         assert load.weights == sum(p.numel() for p in pair.target.hf.parameters()) * 4  # one matrix embeds and predicts
+
+
+# ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CARD, RESULTS, PROMPT_TOKENS = 80e9, 1 << 30, 128
+"""Bytes of an H100, and of the results of captured rounds at most; tokens of the prompts of `shoal bench`."""
+
+
+def bytes_of(shape: Any) -> tuple[int, int]:
+    """Of the weights in bfloat16, and of the keys and values of a token."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(shape.config())
+    return 2 * sum(one.numel() for one in model.parameters()), 2 * 2 * shape.layers * shape.width
+
+
+def cache(rows: int, tokens: int) -> int:
+    """Tokens that rows have room for, as captured rounds reserve it."""
+    slots, capacity = reservation(rows, tokens, by_kernel=True)
+    return slots * capacity
+
+
+def options_of(stage: Any) -> dict[str, str]:
+    """Those of a stage's command that have a value."""
+    return dict(pair for pair in pairwise(stage.command) if pair[0].startswith("--"))
+
+
+@pytest.mark.parametrize("script", ["run"], indirect=True)
+def test_the_measurements_fit_a_card(script: Any) -> None:
+    """Weights, caches and results, without a collector that frees what one context, or one way, leaves behind for the next."""
+    every = {stage.name: options_of(stage) for stage in script.stages("cuda")}
+    passes, rounds = importlib.import_module("passes"), importlib.import_module("rounds")
+    target, drafter = map(bytes_of, SHAPES[every["passes"]["--shape"]])
+    weights, token, pair = target[0] + drafter[0], target[1], target[1] + drafter[1]
+
+    def of_passes(later: int) -> int:
+        """later: methods of attention in the contexts after the first."""
+        sizes = [int(one.partition("=")[2]) for one in every["passes"]["--contexts"].split(",")]
+        methods = ["fused", "pad"], ["fused", "pad"][:later]
+        kinds = [len(list(passes.kinds(torch.device("cuda"), methods[min(i, 1)]))) for i in range(len(sizes))]
+        return weights + token * sum(n * cache(8, size + 8) for n, size in zip(kinds, sizes, strict=True))
+
+    new = 7 * (rounds.WARM_UPS + 2 * 12 + 2)
+    engines = len(rounds.LOOKAHEADS) + 1  # and the one of greedy tokens
+    of_rounds = weights + len(rounds.WAYS["cuda"]) * (engines * pair * cache(8, rounds.PROMPT + new) + RESULTS)
+    bench = [options for name, options in every.items() if name.startswith("bench")]
+    of_bench = [
+        weights + 4 * pair * cache(int(one["--batch-sizes"]), PROMPT_TOKENS + int(one["--max-new-tokens"]) + 7) + RESULTS
+        for one in bench
+    ]
+    assert weights > 16e9  # of 8.1 thousand million parameters
+    assert max(of_passes(later=1), of_rounds, *of_bench) <= CARD
+    assert of_passes(later=2) > CARD  # so the long context has one method only
 
 
 @pytest.mark.parametrize("script", ["rounds"], indirect=True)

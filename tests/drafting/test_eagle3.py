@@ -8,7 +8,7 @@ drafting.draft.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,27 @@ def test_drafts_after_a_pause_are_those_of_the_definition(place: Path, target: R
     assert 0 < engine.stats.accepted < engine.stats.drafted
     assert largest_difference(target, proposals, load_file(place / "model.safetensors")) < 1e-6
     assert not drafter._own
+
+
+def test_a_round_reads_the_last_states_of_a_long_text(place: Path, target: Runner) -> None:
+    """Not all that are kept for a pause."""
+    read: list[int] = []
+
+    class Pieces(list[Tensor]):
+        def __reversed__(self) -> Iterator[Tensor]:
+            for number in range(len(self) - 1, -1, -1):
+                read.append(number)
+                yield self[number]
+
+    drafter = Eagle3Drafter.for_target(target, directory=str(place))
+    row = Engine(target, None, Fixed(0), max_batch=1, rule=Rejection()).submit(Request((1, 2, 3), 1, Sampling(), Limits()))[
+        0
+    ]
+    kept = torch.arange(2000.0)[:, None]  # of positions 2 to 2001
+    drafter._own[row] = 2002, Pieces(kept.split(2))
+    assert torch.equal(torch.cat(drafter._own_pieces(row, 1997, 2001)), kept[1995:1999])
+    assert read == [999, 998, 997, 996]
+    drafter._own.clear()
 
 
 class TreeRecorder(Eagle3TreeDrafter):

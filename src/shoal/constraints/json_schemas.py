@@ -223,10 +223,7 @@ class _DocumentReader:
         several = self._proofs.any_of(rest, alternatives, made["oneOf"])
         if several is None:
             return made
-        return {
-            "anyOf" if keyword == "oneOf" else keyword: several if keyword == "oneOf" else value
-            for keyword, value in made.items()
-        }
+        return {k: v for k, v in made.items() if k != "oneOf"} | {"anyOf": several}
 
 
 def _without_listed_patterns(schema: dict[str, Any]) -> dict[str, Any]:

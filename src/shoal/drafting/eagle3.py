@@ -233,7 +233,8 @@ class Eagle3Drafter(ModelDrafter):
         self._prompts = PromptStates()
         self.keeps = Keeps(heads.features * target.dtype.itemsize, on_device=True)
         self._own: dict[Row, tuple[int, list[Tensor]]] = {}
-        """The hidden states of rows from a position on, as pieces [positions, features].
+        """The hidden states of rows behind their prompts, as pieces [positions, features], and the
+        position behind the last.
 
         All are kept: a row that pauses loses its cells, and they are computed again.
         """
@@ -278,14 +279,15 @@ class Eagle3Drafter(ModelDrafter):
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         super().observe(rows, scores, verdict)
         for row, states in zip(rows, kept(scores, verdict), strict=True):
-            _, pieces = self._own.setdefault(row, (len(row.tokens) - 1 - len(states), []))
+            _, pieces = self._own.get(row, (0, []))
             pieces.append(states.clone())  # a view would keep all columns of all rows
+            self._own[row] = len(row.tokens) - 1, pieces
 
     def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
         super().end([row for row, _ in copies])
         for row, parent in copies:
-            start, pieces = self._own[parent]
-            self._own[row] = start, list(pieces)
+            end, pieces = self._own[parent]
+            self._own[row] = end, list(pieces)
 
     def end(self, rows: Sequence[Row]) -> None:
         super().end(rows)
@@ -349,18 +351,31 @@ class Eagle3Drafter(ModelDrafter):
 
         The tokens are start..start + count - 1. The first token of a row has no such state.
         """
-        reach = row.prompt_length - 1
-        first, pieces = self._own.get(row, (reach, []))
-        prompt = self._prompts.of(row) if start - 1 < reach else None
-        parts = [] if prompt is None else [prompt[max(start - 1, 0) : start + count - 1]]
-        if pieces and start + count - 1 > first:
-            own = torch.cat(pieces)
-            parts.append(own[max(start - 1 - first, 0) : start + count - 1 - first])
+        before, stop = max(start - 1, 0), start + count - 1
+        prompt = self._prompts.of(row) if before < row.prompt_length - 1 else None
+        parts = [] if prompt is None else [prompt[before:stop]]
+        parts += self._own_pieces(row, before, stop)
         return (
             torch.cat(parts)
             if parts
             else torch.empty(0, self._heads.features, dtype=self.model.dtype)
         )
+
+    def _own_pieces(self, row: Row, start: int, stop: int) -> list[Tensor]:
+        """Returns a row's hidden states behind its prompt, of the positions start..stop - 1.
+
+        They are looked for from the last one on: a round needs the last few of a long text.
+        """
+        behind, pieces = self._own.get(row, (0, []))
+        found = []
+        for piece in reversed(pieces):
+            if behind <= start:
+                break
+            first = behind - len(piece)
+            if first < stop:
+                found.append(piece[max(start - first, 0) : stop - first])
+            behind = first
+        return found[::-1]
 
 
 class Eagle3TreeDrafter(Eagle3Drafter, TreeDrafter):

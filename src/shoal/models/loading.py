@@ -68,7 +68,8 @@ def wrap(
             (`shoal.models.fixed_shapes`).
         results: the kept results of checks of earlier loads; None = there are none.
         kv: "int8" for keys and values that are rounded when they are written
-            (`shoal.models.cache.row_store`). The check comes before, without rounding.
+            (`shoal.models.cache.row_store`). The check of the model comes before, without rounding;
+            fast passes are then compared with modules that round.
 
     Raises:
         RequestError: the model is in training mode, strict is on an accelerator or with another

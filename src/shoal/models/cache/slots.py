@@ -267,7 +267,7 @@ def _as_slot(into: Prefix, keys: Tensor, values: Tensor) -> tuple[int, int, int,
     return own[0], own[1], keys.data_ptr(), values.data_ptr()
 
 
-def _features(layer: Layer | None, stored: Tensor, rounded: bool) -> Tensor:
+def _features(layer: Layer | None, stored: Tensor, rounds: bool) -> Tensor:
     """Returns stored keys or values as a layer computes with them."""
     assert layer is not None
-    return unrounded(stored, layer.dtype) if rounded else stored
+    return unrounded(stored, layer.dtype) if rounds else stored

@@ -34,6 +34,7 @@ import ctypes
 import gc
 import inspect
 import ipaddress
+import logging
 import random
 import shutil
 import signal
@@ -91,7 +92,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: it is not looked through again whenever garbage is collected."""
+    """What was imported stays: it is not looked through again whenever garbage is collected.
+
+    PyTorch's loggers, some sixty, speak through their parent: pytest would set two handlers to each of them, thrice a test.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
 
@@ -191,13 +198,15 @@ def patient_clients() -> Iterator[None]:
 HELPERS = [file.stem for file in Path(__file__).parent.glob("helpers/*.py")]
 SEEDS = random.Random()
 """Where requests without a seed get theirs."""
+SEED_TORCH = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+"""Seeds the devices that are there: for those that are not, PyTorch writes down the stack of every call."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test draws the same in every run, whatever ran before it in its process."""
     SEEDS.seed(item.nodeid)
-    torch.manual_seed(0)
+    SEED_TORCH(0)
 
 
 def forget(*modules: str) -> None:

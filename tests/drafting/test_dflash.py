@@ -6,6 +6,7 @@ Tests of: models.block_layers, drafting.dflash, drafting.eagle3, drafting.regist
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from dflash_layers import CONFIG, LAYERS, MASK, SIZE, WIDTH, V, by_definition, r
 from eagle_heads import save_eagle3
 from exits import run
 from laws import ALPHA
-from proposals import Proposal, p_of_two_tokens, recorded
+from proposals import Proposal, largest_difference, p_of_two_tokens, recorded
 from shoal.config import Limits, Sampling
 from shoal.drafting.dflash import BlockDrafter
 from shoal.drafting.draft import read_draft
@@ -51,13 +52,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_dflash(tmp_path_factory.mktemp("dflash"))
 
 
-def largest_difference(target: Runner, proposals: Sequence[Proposal], tensors: dict[str, Tensor], **options: Any) -> float:
-    """Between the q that were proposed and those of the definition, at T = 2."""
-    worst = 0.0
-    for tokens, _, q in proposals:
-        right = (by_definition(target.hf, tensors, tokens, **options) / 2.0).softmax(-1)
-        worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(q, right, strict=False)))
-    return worst
+def difference(
+    target: Runner, proposals: Sequence[Proposal], tensors: dict[str, Tensor], enough: float = math.inf, **options: Any
+) -> float:
+    """Between the q that were proposed and those of the definition."""
+
+    def definition(tokens: list[int], draft: list[int]) -> Tensor:
+        return by_definition(target.hf, tensors, tokens, **options)[: len(draft)]
+
+    return largest_difference(proposals, definition, enough)
 
 
 # ── what is drafted ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -110,7 +113,7 @@ def test_blocks_are_those_of_the_definition(
     assert stats.rounds <= stats.draft_passes <= 2 * stats.rounds  # a block, and before it what was committed
     assert max(len(draft) for _, draft, _ in proposals) == SIZE - 1
     assert {len(tokens) for tokens, _, _ in proposals} >= {1, 5, 11}
-    assert largest_difference(target, proposals, random_tensors()) < 1e-6
+    assert difference(target, proposals, random_tensors()) < 1e-6
     assert not drafter._own
     assert not drafter._prompts._of
     for owner, name, wrong in SABOTAGES:
@@ -119,7 +122,7 @@ def test_blocks_are_those_of_the_definition(
             other = BlockDrafter.for_target(target, directory=str(place))
             proposals = recorded(other)
             run(target, other, Rejection(), 2.0, 4, sharing=sharing)
-            assert largest_difference(target, proposals, random_tensors()) > 1e-3, wrong
+            assert difference(target, proposals, random_tensors(), 1e-3) > 1e-3, wrong
 
 
 @torch.inference_mode()
@@ -129,7 +132,7 @@ def test_a_row_says_the_same_whatever_is_beside_it(place: Path, target: Runner) 
     proposals = recorded(drafter)
     run(target, drafter, Rejection(), 2.0, 4, k=1)
     assert {len(draft) for _, draft, _ in proposals} == {1}
-    assert largest_difference(target, proposals, random_tensors()) < 1e-6
+    assert difference(target, proposals, random_tensors()) < 1e-6
 
 
 def sliding(**entries: Any) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def test_published_layers_are_read(publisher: str, tmp_path: Path) -> None:
     stats = run(target, made, Rejection(), 2.0, 4, k=4)[0].stats
     assert len(proposals) > 20
     assert max(len(tokens) for tokens, _, _ in proposals) > 15  # beyond the windows
-    assert largest_difference(target, proposals, tensors, **meaning) < 1e-6
+    assert difference(target, proposals, tensors, **meaning) < 1e-6
     assert stats.committed == stats.row_rounds + stats.accepted
     assert run(target, made, Coupled(), 2.0, 4)[1] == run(target, None, Coupled(), 2.0, 4)[1]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,21 @@ def recorded(drafter: Drafter) -> list[Proposal]:
 
     drafter.propose = propose  # type: ignore[method-assign]
     return found
+
+
+def largest_difference(
+    proposals: Sequence[Proposal],
+    definition: Callable[[list[int], list[int]], Iterable[Tensor]],
+    enough: float = math.inf,
+) -> float:
+    """Between the q that were proposed and those of a definition's logits, at T = 2; one above `enough` is the last looked at."""
+    worst = 0.0
+    for tokens, draft, q in proposals:
+        right = [(logits / 2.0).softmax(-1) for logits in definition(tokens, draft)]
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(q, right, strict=True)))
+        if worst > enough:
+            break
+    return worst
 
 
 @torch.inference_mode()

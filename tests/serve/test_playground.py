@@ -1,5 +1,7 @@
 """The page at /, in a real browser: it shows what the API tells, asks for what its controls say, and runs nothing it should not.
 
+What only looks, or asks for less than another test does, is slow as the pages of chats, replays, links and tokens are.
+
 Tests of: serve.app and serve/playground: the pages at / and /editor.
 """
 
@@ -79,6 +81,7 @@ def test_the_columns_are_what_the_bundled_pair_generates(opened: Callable[..., A
     assert "wrote the same text in 3 of 3 samples" in page.locator("#gauge-note").inner_text()
 
 
+@pytest.mark.slow
 def test_a_plain_run_is_called_plain(opened: Callable[..., Any], server: Served) -> None:
     before = server.worker.thread.engine.stats.committed
     page = opened(f"{server.url}/#n=2&max_tokens=8&speculation=off")
@@ -116,6 +119,7 @@ def chunk_of(*texts: str, drafters: Sequence[str | None] = ("model",)) -> str:
     return f"data: {json.dumps({'choices': [{'index': 0, 'text': text, 'finish_reason': None, 'shoal': details}]})}\n\n"
 
 
+@pytest.mark.slow
 def test_a_tinted_blank_is_no_underscore(opened: Callable[..., Any], server: Served) -> None:
     """Nothing is drawn below a token; what tells it without colour stands above it."""
     for scheme in ("none", "active"):
@@ -135,6 +139,7 @@ def styles(locator: Any, *names: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["none", "active"])
 def test_each_drafter_has_a_colour_a_line_and_an_entry(opened: Callable[..., Any], server: Served, scheme: str) -> None:
     page = opened(f"{server.url}/#n=1&compare=false", forced_colors=scheme)
@@ -161,6 +166,7 @@ def test_each_drafter_has_a_colour_a_line_and_an_entry(opened: Callable[..., Any
     assert scheme == "active" or len({colour for colour, _ in drawn}) == 3
 
 
+@pytest.mark.slow
 def test_blanks_stay_in_their_column(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#n=1&compare=false", viewport={"width": 390, "height": 800})
     asked(page, chunk_of("{", " " * 300, "\n", " " * 200, "}") + "data: [DONE]\n\n")
@@ -171,6 +177,7 @@ def test_blanks_stay_in_their_column(opened: Callable[..., Any], server: Served)
     assert all(token.evaluate(reach) <= right for token in page.locator("#samples .token").all())
 
 
+@pytest.mark.slow
 def test_what_was_shown_goes_when_the_next_run_is_refused(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#n=2&max_tokens=4&compare=false")
     run = page.get_by_role("button", name="Run")
@@ -190,6 +197,7 @@ def test_what_was_shown_goes_when_the_next_run_is_refused(opened: Callable[..., 
     assert page.locator("#figures").is_visible()
 
 
+@pytest.mark.slow
 def test_the_gauge_says_what_is_being_measured(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#n=1")
     note, held = page.locator("#gauge-note"), []
@@ -216,6 +224,7 @@ def test_the_gauge_says_what_is_being_measured(opened: Callable[..., Any], serve
     expect(note).to_have_text("Plain decoding has not been measured.")
 
 
+@pytest.mark.slow
 def test_the_prompt_is_the_readme_s(opened: Callable[..., Any], server: Served) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (prompt,) = re.findall(r"^prompt = '''(.*?)'''$", readme, re.DOTALL | re.MULTILINE)
@@ -295,6 +304,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_every_kind_of_grammar_is_asked_for(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#n=1&compare=false")
     got = asked(page)
@@ -316,6 +326,7 @@ def test_every_kind_of_grammar_is_asked_for(opened: Callable[..., Any], server: 
     assert constraints == [fields for _, fields in KINDS.values()]
 
 
+@pytest.mark.slow
 def test_samples_keep_to_the_grammar(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#n=3&seed=1&kind=regex&grammar=%5Ba-e%5D%7B9%2C12%7D")
     page.get_by_role("button", name="Run").click()
@@ -343,6 +354,7 @@ def test_a_grammar_that_is_wrong_is_told_where_it_is_written(opened: Callable[..
         assert text.get_attribute("aria-invalid") == "true"
 
 
+@pytest.mark.slow
 def test_what_a_server_does_not_have_is_not_offered(opened: Callable[..., Any]) -> None:
     with served(pair(), rule="rejection", max_n=6) as server:
         page = opened(server.url)
@@ -359,6 +371,7 @@ def test_what_a_server_does_not_have_is_not_offered(opened: Callable[..., Any]) 
 # ── links, keys, stopping, errors ───────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_a_link_brings_the_controls_back(opened: Callable[..., Any], server: Served) -> None:
     page = opened(server.url)
     assert page.evaluate("location.hash") == ""
@@ -409,6 +422,7 @@ def test_a_copied_link_brings_the_samples_back(opened: Callable[..., Any], serve
     assert "seed=5" in copied()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["button", "Escape"])
 def test_stopping_gives_the_rows_back(opened: Callable[..., Any], way: str) -> None:
     gate = Gate(legible(0), length=40)
@@ -434,6 +448,7 @@ def test_stopping_gives_the_rows_back(opened: Callable[..., Any], way: str) -> N
         expect(page.get_by_role("button", name="Run")).to_be_focused()
 
 
+@pytest.mark.slow
 def test_with_the_keyboard_alone(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#max_tokens=6")
     expect(page.locator("#model")).to_have_text("tiny")
@@ -497,6 +512,7 @@ def test_the_key_is_asked_for_and_kept_for_the_tab_only(opened: Callable[..., An
 # ── how it looks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_light_and_dark(opened: Callable[..., Any], server: Served) -> None:
     light, dark = opened(server.url, color_scheme="light"), opened(server.url, color_scheme="dark")
     colours = [background(page) for page in (light, dark)]
@@ -510,6 +526,7 @@ def test_light_and_dark(opened: Callable[..., Any], server: Served) -> None:
     assert [background(page) for page in (light, dark)] == colours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_screen(opened: Callable[..., Any], server: Served, width: int) -> None:
     page = opened(
@@ -526,6 +543,7 @@ def test_nothing_is_wider_than_the_screen(opened: Callable[..., Any], server: Se
     assert page.get_by_role("button", name="Stop").is_visible()
 
 
+@pytest.mark.slow
 def test_many_events_at_once_are_drawn_together(opened: Callable[..., Any], server: Served) -> None:
     """Drawing would delay reading, and count as the time of the run."""
     page = opened(f"{server.url}/#n=1&compare=false")
@@ -541,6 +559,7 @@ def test_many_events_at_once_are_drawn_together(opened: Callable[..., Any], serv
     assert 0 < page.evaluate("window.drawn.length") < 50
 
 
+@pytest.mark.slow
 def test_drawing_goes_on_after_an_error(opened: Callable[..., Any], server: Served) -> None:
     page = opened(server.url)
     page.evaluate("""async () => {
@@ -555,6 +574,7 @@ def test_drawing_goes_on_after_an_error(opened: Callable[..., Any], server: Serv
     eventually(page, lambda: page.evaluate("window.drawn") == 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_samples_stay_where_they_are_while_speeds_come(opened: Callable[..., Any], server: Served, width: int) -> None:
     page = opened(f"{server.url}/#n=2", viewport={"width": width, "height": 800})
@@ -575,6 +595,7 @@ def test_samples_stay_where_they_are_while_speeds_come(opened: Callable[..., Any
     assert figures[0] <= figures[1]
 
 
+@pytest.mark.slow
 def test_texts_of_one_row_begin_on_one_line(opened: Callable[..., Any], server: Served) -> None:
     page = opened(f"{server.url}/#n=2&compare=false", viewport={"width": 1280, "height": 800})
     failed = {"index": 1, "ended_by": "error", "error": "a long reason " * 20}
@@ -647,6 +668,7 @@ def test_the_editor_shows_what_fits_at_the_cursor_and_takes_it(
         assert fits(page)
 
 
+@pytest.mark.slow
 def test_the_editor_asks_for_a_syntax_that_the_server_has_and_shows_its_state(
     opened: Callable[..., Any],
 ) -> None:
@@ -681,6 +703,7 @@ def test_the_editor_asks_for_a_syntax_that_the_server_has_and_shows_its_state(
     assert (body["syntax"], body["prompt"], len(body["suffix"])) == ("python", "print(", 50)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_fill_in_has_no_editor(opened: Callable[..., Any], server: Served) -> None:
     page = opened(server.url)
     expect(page.locator("#model")).to_have_text("tiny")

@@ -60,6 +60,24 @@ def test_processes_that_share_a_model_import_what_they_did() -> None:
     assert seen(code, WORLD_SIZE="2") == [True, False]
 
 
+def test_cycles_are_looked_for_seldom_until_the_first_load_has_ended() -> None:
+    code = """
+import gc
+seen = [before[0] * 100 < gc.get_threshold()[0], gc.isenabled()]
+with head_start.HeadStart([]):
+    pass
+seen.append(gc.get_threshold() == before)
+gc.set_threshold(500)
+with head_start.HeadStart([]):
+    pass
+seen.append(gc.get_threshold()[0])
+"""
+    started = SPARED.replace("spare_imports()", "import gc\nbefore = gc.get_threshold()\nspare_imports()\nspare_imports()")
+    ended = subprocess.run([sys.executable, "-c", started + code + END], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == [True, True, True, 500]
+
+
 CLEAN = f"seen = [[name for name in {HEAVY} if name in sys.modules], isinstance(sys.modules['torch._dynamo'], StandIn)]"
 COMPILED = """
 calls = []

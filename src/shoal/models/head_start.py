@@ -10,7 +10,9 @@ The classes of models import the compiler of torch and its tensors that are shar
 SciPy and scikit-learn where they are installed. Decoding uses none of them, and they are a quarter
 of the time to a command's first token. So Transformers is told that they are not there while its
 classes are imported, and a stand-in takes the place of the compiler until something of it is
-needed. A library is told nothing: its process belongs to the user, who may train in it. A user's
+needed. Until the first load has ended, the collector of reference cycles runs seldom: imports make
+objects by the hundred thousand that stay. A library is told nothing: its process belongs to the
+user, who may train in it. A user's
 module may ask for the compiler at any time. It then gets the compiler itself, which learns of the
 functions that were marked before.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import importlib
 import inspect
 import mmap
@@ -34,6 +37,10 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+SELDOM = 200_000
+"""The new objects after which cycles are looked for while a command imports and loads."""
+_thresholds: tuple[int, int, int] | None = None
+"""The collector's own thresholds, while it runs seldom."""
 CLASSES = "transformers.modeling_utils"
 OTHERS = ("transformers.masking_utils", "transformers.generation.utils")
 """The modules that the classes of models import besides."""
@@ -47,8 +54,12 @@ PART = f"{COMPILER}._trace_wrapped_higher_order_op"
 def spare_imports() -> None:
     """Spares this process the imports of training, from the first import of Transformers' classes.
 
-    A process that shares its model with others is left as it is.
+    It collects reference cycles seldom until the end of the first load. A process that shares its
+    model with others has the same imports as ever.
     """
+    global _thresholds
+    _thresholds = _thresholds or gc.get_threshold()
+    gc.set_threshold(SELDOM, *_thresholds[1:])
     if "WORLD_SIZE" not in os.environ and CLASSES not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 
@@ -266,7 +277,10 @@ class HeadStart:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        global _running
+        global _running, _thresholds
+        if _thresholds is not None:
+            gc.set_threshold(*_thresholds)
+            _thresholds = None
         self._ended.set()
         self._thread.join()
         _running = None

@@ -25,7 +25,7 @@ import typer
 import command
 from engines import tables
 from engines.models import directory
-from engines.process import Worker, make_models, prepare
+from engines.process import HELD, Worker, make_models, prepare
 from engines.results import Cell, Results
 from engines.rows import LOCAL, Row, chosen
 from engines.tasks import PLAIN, Absent, Setup
@@ -33,7 +33,7 @@ from provenance import require_place
 from shoal.bench.machine import QuietGate, machine
 from shoal.bench.measure import first_difference, in_turns
 from shoal.cli.progress import duration
-from shoal.errors import InternalError
+from shoal.errors import InternalError, RequestError
 
 CACHE = Path.home() / ".cache" / "shoal-peers"
 WAIT = 600.0  # seconds for a quiet machine, in all
@@ -51,6 +51,7 @@ class Comparer:
     Args:
         results: grow, and are saved to `place`. python: of the engines outside this environment. cache: models and conversions.
         check: whether greedy ids of peers are compared as well.
+        isa: the instruction set that engines are held to, "" = the processor's.
     """
 
     results: Results
@@ -61,6 +62,7 @@ class Comparer:
     repeats: int
     check: bool
     gate: QuietGate
+    isa: str = ""
     reference: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def measure(self, row: Row, wanted: list[tuple[str, str]]) -> None:
@@ -132,7 +134,16 @@ class Comparer:
         own = row.own if engine == "shoal" else None
         length = max(map(len, row.task(0).prompts)) + row.new_tokens
         return Setup(
-            engine, method, target, draft if drafter else own, dtype, self.threads, str(self.cache), row.rows, length
+            engine,
+            method,
+            target,
+            draft if drafter else own,
+            dtype,
+            self.threads,
+            str(self.cache),
+            row.rows,
+            length,
+            self.isa,
         )
 
     def _worker(self, setup: Setup, name: str) -> Worker:
@@ -217,6 +228,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each cell; medians are shown.")] = 5,
     new_tokens: Annotated[int, typer.Option(min=0, help="Per row; 0: as each row says.")] = 0,
     threads: Annotated[int, typer.Option(min=1)] = 2,
+    isa: Annotated[str, typer.Option(help=f"Hold the engines to less than the processor has: {', '.join(HELD)}.")] = "",
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a quiet machine, in all at most.")] = WAIT,
     check: Annotated[
         bool, typer.Option("--check", help="Compare greedy ids of the peers with those of Transformers.")
@@ -231,14 +243,16 @@ def main(
 ) -> None:
     """Measures shoal and its peers on a CPU: the table of docs/measurements/performance.md."""
     require_place(json_path)
+    if isa and isa not in HELD:
+        raise RequestError(f"--isa {isa}: engines can be held to {', '.join(HELD)}")
     if render is not None:
         results = Results.read(render)
     else:
-        config = {"threads": threads, "new_tokens": new_tokens}
+        config = {"threads": threads, "new_tokens": new_tokens} | ({"isa": isa} if isa else {})
         about = machine(torch.device("cpu")) | {"threads": threads}
         results = Results.resume(json_path, config, about)
         comparer = Comparer(
-            results, json_path, python, cache.resolve(), threads, repeats, check, QuietGate(timeout=wait, say=say)
+            results, json_path, python, cache.resolve(), threads, repeats, check, QuietGate(timeout=wait, say=say), isa
         )
         _measure(comparer, chosen(only), new_tokens, prepare)
     if prepare:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engines import gguf_file
 from engines.draws import Floats, Ints, Sampler, kept_drafts
-from engines.tasks import Answer, Setup, Task, convert
+from engines.tasks import Absent, Answer, Setup, Task, convert
 
 SLACK = 8  # positions beyond the longest row: drafts that are not kept
 
@@ -115,6 +115,8 @@ class Engine:
 
     def __init__(self, setup: Setup) -> None:
         llama_cpp.llama_log_set(_silent, None)
+        if setup.isa and b"AVX512 = 1" in llama_cpp.llama_print_system_info():
+            raise Absent("this build of llama.cpp computes with AVX-512: build it with -DGGML_NATIVE=OFF -DGGML_AVX512=OFF")
         self.drafted = setup.drafted
         self.target = Model(setup.gguf_file(setup.target), setup)
         self.draft = Model(setup.gguf_file(setup.draft), setup) if setup.draft is not None and setup.drafted else None

@@ -134,6 +134,8 @@ class Engine:
         self.drafted = setup.drafted
         draft = str(_export(setup, setup.draft)) if setup.draft is not None and setup.drafted else None
         dtype = setup.dtype if setup.dtype in PRECISIONS else "int8"
+        if setup.isa and dtype == "bfloat16":  # which AVX2 has no products of
+            dtype = "float32"
         self.engine = OpenVinoEngine(str(_export(setup, setup.target)), dtype, setup.threads, draft)
         self.version = self.engine.version
         self.settings = {name: str(value) for name, value in self.engine.properties.items()}

@@ -18,6 +18,19 @@ import shoal
 from engines.tasks import Absent, Setup, Task
 from shoal.errors import InternalError
 
+HELD = {
+    "avx2": {
+        "SHOAL_MARCH": "x86-64-v3",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "CT2_FORCE_CPU_ISA": "AVX2",
+    }
+}
+"""The variables that hold engines to an instruction set that is less than the processor's.
+
+llama.cpp has none: its build decides. OpenVINO's oneDNN heeds its own; operations beside the products may not.
+"""
 TAIL = 400  # characters of a worker's log in an error
 BENCHMARKS = Path(__file__).parents[1]
 
@@ -36,7 +49,13 @@ class Worker:
         threads = {name: str(setup.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
         # shoal is measured as it is imported here, whose commit the results name
         places = [BENCHMARKS, *([Path(shoal.__file__).parents[1]] if python == sys.executable else [])]
-        environment = {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(map(str, places)), "HF_HUB_OFFLINE": "1"}
+        environment = {
+            **os.environ,
+            **threads,
+            **HELD.get(setup.isa, {}),
+            "PYTHONPATH": os.pathsep.join(map(str, places)),
+            "HF_HUB_OFFLINE": "1",
+        }
         self.setup, self.log = setup, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as errors:

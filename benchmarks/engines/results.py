@@ -103,8 +103,8 @@ class Results:
         if place is None or not place.exists():
             return Results(config, machine)
         found = Results.read(place)
-        for name, now in {"commit": machine["commit"], **config}.items():
-            before = found.machine["commit"] if name == "commit" else found.config[name]
+        for name, now in {"commit": machine["commit"], "isa": "", **config}.items():
+            before = found.machine["commit"] if name == "commit" else found.config.get(name, "")
             if before != now:
                 raise RequestError(f"{place} was measured with {name} {before}, not {now}: name another file")
         return found

@@ -101,9 +101,10 @@ def footer(results: Results) -> Iterator[str]:
         yield f"*: another process used more than {LIMIT:.0%} of a core during a repeat."
     versions = {cell.engine: f"{NAMES[cell.engine]} {cell.version}" for cell in results.cells.values() if cell.version}
     machine, config = results.machine, results.config
+    held = f"engines held to {config['isa']}, " if config.get("isa") else ""
     repeats = sorted({len(cell.runs) for cell in results.cells.values() if cell.runs})
     yield (
-        f"{machine['device']}, {config['threads']} threads, {machine['date']}, shoal at {machine['commit']}; "
+        f"{machine['device']}, {held}{config['threads']} threads, {machine['date']}, shoal at {machine['commit']}; "
         f"{', '.join(versions.values())}; torch {machine['torch']}; medians of {' to '.join(map(str, repeats))} repeats."
     )
 

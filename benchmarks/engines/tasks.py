@@ -27,6 +27,7 @@ class Setup:
         dtype: "float32", "bfloat16", "int8" (weights of 8 bits, bfloat16 beside them), or the format of a GGUF file.
         cache: directory for what the engine converts the models to.
         rows, length: at most, of a task; prompts included.
+        isa: the instruction set that engines are held to (`engines.process.HELD`), "" = the processor's.
     """
 
     engine: str
@@ -38,6 +39,7 @@ class Setup:
     cache: str
     rows: int
     length: int
+    isa: str = ""
 
     def gguf_file(self, model: str) -> Path:
         """The GGUF file of one of both models."""

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import peers
 import shoal
-from engines import models, tables
+from engines import models, process, tables
 from engines.draws import Sampler, kept_drafts
 from engines.process import Worker
 from engines.results import Comparison, Results
@@ -198,12 +198,37 @@ def test_a_file_of_another_commit_or_setting_is_not_gone_on_with(tmp_path: Path)
     for config, machine in (
         ({"threads": 4, "new_tokens": TOKENS}, one.results.machine),
         (one.results.config, one.results.machine | {"commit": "1" * 12}),
+        (one.results.config | {"isa": "avx2"}, one.results.machine),
     ):
         with pytest.raises(RequestError, match="name another file"):
             Results.resume(place, config, machine)
     place.write_text('{"format": 0}')
     with pytest.raises(RequestError, match="holds no results"):
         Results.read(place)
+
+
+def test_engines_held_to_an_instruction_set_are_told_and_named(
+    made_up: type[FakeWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[dict[str, str]] = []
+
+    def started(*_: object, env: dict[str, str], **__: object) -> None:
+        told.append(env)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(process.subprocess, "Popen", started)
+    for isa in ("", "avx2"):
+        with pytest.raises(RuntimeError, match="enough"):
+            Worker(sys.executable, replace(setup_of("shoal", PLAIN, ("a", "b")), isa=isa), tmp_path / "log.txt")
+    held = process.HELD["avx2"]
+    assert [held.items() <= env.items() for env in told] == [False, True]
+    monkeypatch.undo()
+
+    asked = comparer(isa="avx2")
+    assert asked._setup(ROW, "llamacpp", PLAIN, "bfloat16").isa == "avx2"
+    asked.results.config["isa"] = "avx2"
+    asked.results.cell(ROW, *EVERY[0]).runs.append({"seconds": 1.0, "tokens": 8, "busy": None})
+    assert "x86_64, engines held to avx2, 2 threads" in " ".join(tables.footer(asked.results))
 
 
 def test_a_busy_machine_is_marked(made_up: type[FakeWorker]) -> None:
@@ -246,7 +271,8 @@ def test_the_command_measures_renders_and_refuses(monkeypatch: pytest.MonkeyPatc
     assert again.stdout == done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert "row 1 of 1: bundled pair" in done.stderr
-    assert isinstance(CliRunner().invoke(app, ["--only", "vllm"]).exception, RequestError)
+    for wrong in (["--only", "vllm"], ["--isa", "avx3"]):
+        assert isinstance(CliRunner().invoke(app, wrong).exception, RequestError)
 
 
 def test_only_models_are_made_on_request(made_up: type[FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
@@ -46,6 +46,59 @@ LOG = logging.getLogger("shoal")
 
 AnyConstraint = Constraint[Any] | Check[Any] | Filter | Grammar
 """A constraint of a request, of any kind."""
+
+
+class CallOptions(TypedDict, total=False):
+    """The options of a call of `generate` or `stream` beside its settings.
+
+    Attributes:
+        drafter: a drafter in place of the pair's own, any object of
+            `shoal.drafting.protocol.Drafter`; for one call at a time.
+        top_logprobs: the number of most probable tokens per position that are reported as well.
+        suffix: the text behind the new text, one for all prompts or one for each, where the prompts
+            are the texts before it: the model fills in between, if it was trained to
+            (`shoal.constraints.fim`).
+        constraints: limits of the tokens that may follow, beside `grammar`: further grammars,
+            filters (`shoal.constraints.filters`), constraints of one's own
+            (`shoal.constraints.protocol`), and checks of single tokens
+            (`shoal.constraints.protocol`). All of them hold.
+        align: True = the prompts may end inside a token: up to three tokens are taken back and
+            every sample writes their bytes again, in tokens of the model's choice; texts begin
+            where the prompts ended, while `token_ids`, `logprobs` and counts include these tokens
+            (`shoal.constraints.alignment`). None = with a suffix, unless there is a grammar or
+            filter.
+        exact: True = samples have a `log_weight` and are ranked by it: weighted so, they are
+            samples of p given that the whole text is allowed, by `align`, a grammar, constraints or
+            `syntax` (`shoal.constraints.dressing`). "smc": also, rows of small weight become copies
+            of others while they run (`shoal.engine.joint_rows`): the copies depend on the length of
+            rounds, so that a seed gives the same samples only with fixed draft lengths. A stream
+            then has a row's text in its last increment. "asap": also, rows draw by estimates of how
+            the beginnings of their prompt's texts go on, learned from its other rows
+            (`shoal.constraints.estimates`), so that weights become equal. "asap+smc": both.
+            "distinct": no two samples of a prompt have the same tokens: whole texts are drawn
+            without replacement, also without limits (`shoal.engine.joint_rows`), with weights for
+            averages under p. A stream then has a row's text in its last increment.
+        syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no token
+            is written after which the text between prompt and suffix cannot be completed to a
+            program, document or text of the grammar, and a text ends by itself only if the whole
+            parses; otherwise it is cut, see `Sample.syntax`. Other languages
+            (`shoal.constraints.syntax.requests`): ends and cuts alone. The text of a stream then
+            comes with a row's last increment.
+        shown_tokens: the ids of special tokens that texts show; without it they show none.
+    """
+
+    drafter: Drafter | None
+    top_logprobs: Integer
+    suffix: str | Sequence[str] | None
+    constraints: Sequence[AnyConstraint]
+    align: bool | None
+    exact: bool | str
+    syntax: str | Syntax | None
+    shown_tokens: Collection[int]
+
+
+class GenerateOptions(CallOptions, Options, total=False):
+    """The keyword options of `generate` and `stream`: those of the call, and of its settings."""
 
 
 class Shoal(Pair):
@@ -121,16 +174,8 @@ class Shoal(Pair):
         prompts: Prompts,
         n: Integer | Sequence[Integer] = 1,
         *,
-        drafter: Drafter | None = None,
-        top_logprobs: Integer = 0,
-        suffix: str | Sequence[str] | None = None,
-        constraints: Sequence[AnyConstraint] = (),
-        align: bool | None = None,
-        exact: bool | str = False,
-        syntax: str | Syntax | None = None,
-        shown_tokens: Collection[int] = (),
         progress: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[GenerateOptions],
     ) -> Result:
         """Returns n samples of each prompt.
 
@@ -142,45 +187,12 @@ class Shoal(Pair):
             prompts: one text, several texts, or several lists of token ids; also as NumPy arrays,
                 tensors ([length], or [rows, length] without padding), tuples or generators.
             n: the number of samples per prompt, or a list with a number for each.
-            drafter: a drafter in place of the pair's own, any object of
-                `shoal.drafting.protocol.Drafter`; for one call at a time.
-            top_logprobs: the number of most probable tokens per position that are reported as well.
-            suffix: the text behind the new text, one for all prompts or one for each, where the
-                prompts are the texts before it: the model fills in between, if it was trained to
-                (`shoal.constraints.fim`).
-            constraints: limits of the tokens that may follow, beside `grammar`: further grammars,
-                filters (`shoal.constraints.filters`), constraints of one's own
-                (`shoal.constraints.protocol`), and checks of single tokens
-                (`shoal.constraints.protocol`). All of them hold.
-            align: True = the prompts may end inside a token: up to three tokens are taken back and
-                every sample writes their bytes again, in tokens of the model's choice; texts begin
-                where the prompts ended, while `token_ids`, `logprobs` and counts include these
-                tokens (`shoal.constraints.alignment`). None = with a suffix, unless there is a
-                grammar or filter.
-            exact: True = samples have a `log_weight` and are ranked by it: weighted so, they are
-                samples of p given that the whole text is allowed, by `align`, a grammar,
-                constraints or `syntax` (`shoal.constraints.dressing`). "smc": also, rows of small
-                weight become copies of others while they run (`shoal.engine.joint_rows`): the
-                copies depend on the length of rounds, so that a seed gives the same samples only
-                with fixed draft lengths. A stream then has a row's text in its last increment.
-                "asap": also, rows draw by estimates of how the beginnings of their prompt's texts
-                go on, learned from its other rows (`shoal.constraints.estimates`), so that weights
-                become equal. "asap+smc": both. "distinct": no two samples of a prompt have the same
-                tokens: whole texts are drawn without replacement, also without limits
-                (`shoal.engine.joint_rows`), with weights for averages under p. A stream then has a
-                row's text in its last increment.
-            syntax: "python", "json", a grammar in lark's language or the path of one (.lark): no
-                token is written after which the text between prompt and suffix cannot be completed
-                to a program, document or text of the grammar, and a text ends by itself only if the
-                whole parses; otherwise it is cut, see `Sample.syntax`. Other languages
-                (`shoal.constraints.syntax.requests`): ends and cuts alone. The text of a stream
-                then comes with a row's last increment.
-            shown_tokens: the ids of special tokens that texts show; without it they show none.
             progress: True = shows a bar on stderr, in a terminal or a notebook.
-            options: fields of `Sampling`, `Limits` and `Speculation` by name, or these whole as
-                `sampling=`, `limits=` and `speculation=`. `sampling=` and `limits=` may also be
-                lists with a setting, or None, for each prompt. `bad_words` may also be strings,
-                and `negative_prompt` a text.
+            options: `drafter`, `top_logprobs`, `suffix`, `constraints`, `align`, `exact`, `syntax`
+                and `shown_tokens`, see `shoal.api.CallOptions`; and fields of `Sampling`, `Limits`
+                and `Speculation` by name, or these whole as `sampling=`, `limits=` and
+                `speculation=`. `sampling=` and `limits=` may also be lists with a setting, or None,
+                for each prompt. `bad_words` may also be strings, and `negative_prompt` a text.
                 NumPy's numbers are as good as Python's.
 
         Returns:
@@ -191,55 +203,43 @@ class Shoal(Pair):
                 row fails; a field is given beside its whole setting; or this is closed.
             BadLogits: the model returned NaN.
         """
-        dressing = Dressing(align, exact, syntax)
-        fields = _fields(top_logprobs, constraints, shown_tokens)
-        stream = self._stream(prompts, n, suffix, drafter, options, dressing, text=False, **fields)
-        return stream.run(progress)
+        return self._stream(prompts, n, options, text=False).run(progress)
 
     def stream(
         self,
         prompts: Prompts,
         n: Integer | Sequence[Integer] = 1,
-        *,
-        drafter: Drafter | None = None,
-        top_logprobs: Integer = 0,
-        suffix: str | Sequence[str] | None = None,
-        constraints: Sequence[AnyConstraint] = (),
-        align: bool | None = None,
-        exact: bool | str = False,
-        syntax: str | Syntax | None = None,
-        shown_tokens: Collection[int] = (),
-        **options: Unpack[Options],
+        **options: Unpack[GenerateOptions],
     ) -> Stream:
         """Generates like `generate`, but yields an `Increment` per row and round as text grows.
 
         The stream is read by `for`, or by `async for`.
         """
-        dressing = Dressing(align, exact, syntax)
-        fields = _fields(top_logprobs, constraints, shown_tokens)
-        return self._stream(prompts, n, suffix, drafter, options, dressing, text=True, **fields)
+        return self._stream(prompts, n, options, text=True)
 
     def _stream(
         self,
         prompts: Prompts,
         n: Integer | Sequence[Integer],
-        suffix: str | Sequence[str] | None,
-        drafter: Drafter | None,
-        options: Mapping[str, Any],
-        dressing: Dressing,
+        options: GenerateOptions,
         *,
         text: bool,
-        **request_fields: Any,
     ) -> Stream:
         self._open()
         now = time.perf_counter()
-        call = GenerateCall.of(prompts, n, suffix, options, self.tokenizer)
+        drafter, dressing, fields = options.get("drafter"), _dressing(options), _fields(options)
+        settings = {
+            name: value
+            for name, value in options.items()
+            if name not in CallOptions.__optional_keys__
+        }
+        call = GenerateCall.of(prompts, n, options.get("suffix"), settings, self.tokenizer)
         if self.prefixes is not None:
             self.prefixes.recognise(self.target)
         engine = self.engine(call.speculation.lookahead, self.rule or call.rule, drafter=drafter)
         if drafter is None:
             self._count_updates(engine)
-        requests = call.requests(submitted_at=now, **request_fields)
+        requests = call.requests(submitted_at=now, **fields)
         if dressing.exact and engine.rule.lossy:
             raise RequestError(
                 "exact=True weighs samples of p, and this rule draws others: leave out "
@@ -354,12 +354,16 @@ class Shoal(Pair):
         return captured
 
 
-def _fields(
-    top_logprobs: Integer, constraints: Sequence[AnyConstraint], shown_tokens: Collection[int]
-) -> dict[str, Any]:
-    """Returns the fields of every `Request` of a call that are arguments of the call."""
+def _dressing(options: CallOptions) -> Dressing:
+    """Returns the values of `align`, `exact` and `syntax` of a call."""
+    exact, syntax = options.get("exact", False), options.get("syntax")
+    return Dressing(options.get("align"), exact, syntax)
+
+
+def _fields(options: CallOptions) -> dict[str, Any]:
+    """Returns the fields of every `Request` of a call that are options of the call."""
     return {
-        "top_logprobs": plain(top_logprobs),
-        "constraints": tuple(constraints),
-        "shown_tokens": frozenset(plain(shown_tokens)),
+        "top_logprobs": plain(options.get("top_logprobs", 0)),
+        "constraints": tuple(options.get("constraints", ())),
+        "shown_tokens": frozenset(plain(options.get("shown_tokens", ()))),
     }

@@ -80,7 +80,7 @@ def test_options_are_the_fields_of_the_settings() -> None:
 
 @pytest.mark.parametrize("method", [Shoal.generate, Shoal.stream])
 def test_generate_and_stream_have_typed_options(method: Any) -> None:
-    assert method.__annotations__["options"] == "Unpack[Options]"
+    assert method.__annotations__["options"] == "Unpack[GenerateOptions]"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is new in Python 3.11")

@@ -6,6 +6,7 @@ Tests of: integrations.lm_eval, integrations.loglikelihoods.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def test_more_new_tokens_than_the_context_are_as_many_as_fit(ours: Any, monkeypa
 
 def test_thoughts_are_cut_off(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     [whole] = ours.generate_until([asked("generate_until", PROMPTS[1], {"until": [], "max_gen_toks": 16})], True)
-    monkeypatch.setattr(ours, "think_end_token", "Return")
+    monkeypatch.setattr(ours, "texts", replace(ours.texts, think_end_token="Return"))
     stopped = asked("generate_until", PROMPTS[1], {"until": ['"""', "numbers"], "max_gen_toks": 16})
     thoughts, _, answer = whole.partition("Return")
     assert '"""' in thoughts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -42,19 +42,15 @@ Temperature 0 is greedy, and there is always a cache.
 """
 
 
-@register_model("shoal")
-class ShoalLM(TemplateLM):
-    """A pair under evaluation.
+WITHOUT_EFFECT = {"batch_size", "max_batch_size"}
+"""The settings that lm-eval gives to every model, and that this one has no use for."""
 
-    Its answers are the target's, whatever drafts.
 
-    Args:
-        pretrained: the target as `shoal.load` takes it ("bundled" or None = the bundled pair), or a
-            pair that `shoal.load` returned.
-        draft: see `shoal.load`.
-        lookahead: see `Speculation`.
-        seed: the seed of requests that sample and give none. Equal requests (`repeats`) get
-            different samples.
+@dataclass(frozen=True)
+class TextSettings:
+    """The settings of lm-eval for the texts of requests, by its names.
+
+    Attributes:
         max_length: the most tokens of prompt and answer together; None = the target's context.
         max_gen_toks: the most new tokens of requests that do not say so.
         add_bos_token: texts begin with the tokenizer's special tokens; None = as the tokenizer does
@@ -64,12 +60,36 @@ class ShoalLM(TemplateLM):
         truncation_side: the side at which prompts that are too long lose tokens: "left", "middle"
             or "right".
         think_end_token: the answer begins behind it.
-        chat_template_args: the arguments of the tokenizer's chat template.
-        batch_size: lm-eval's own, without effect: all requests are given at once.
-        max_batch_size: lm-eval's own, without effect: `max_batch` is the number of rows decoded
-            together.
-        options: the options of `shoal.load` (dtype, device, max_batch, quantize, ...), for a target
-            that is not loaded yet.
+        chat_template_args: the arguments of the tokenizer's chat template; None = none.
+    """
+
+    max_length: int | None = None
+    max_gen_toks: int = 256
+    add_bos_token: bool | None = None
+    prefix_token_id: int | None = None
+    truncation_side: str = "left"
+    think_end_token: str | None = None
+    chat_template_args: Mapping[str, Any] | None = None
+
+
+@register_model("shoal")
+class ShoalLM(TemplateLM):
+    """A pair under evaluation.
+
+    Its answers are the target's, whatever drafts.
+
+    lm-eval's own `batch_size` and `max_batch_size` have no effect: all requests are given at once,
+    and `max_batch` is the number of rows decoded together.
+
+    Args:
+        pretrained: the target as `shoal.load` takes it ("bundled" or None = the bundled pair), or a
+            pair that `shoal.load` returned.
+        draft: see `shoal.load`.
+        lookahead: see `Speculation`.
+        seed: the seed of requests that sample and give none. Equal requests (`repeats`) get
+            different samples.
+        options: the fields of `TextSettings` by name; and the options of `shoal.load` (dtype,
+            device, max_batch, quantize, ...), for a target that is not loaded yet.
 
     Raises:
         RequestError: see `shoal.load`; or options of requests that shoal does not have, by name.
@@ -82,33 +102,21 @@ class ShoalLM(TemplateLM):
         *,
         lookahead: Any = "auto",
         seed: int = 0,
-        max_length: int | None = None,
-        max_gen_toks: int = 256,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        truncation_side: str = "left",
-        think_end_token: str | None = None,
-        chat_template_args: Mapping[str, Any] | None = None,
-        batch_size: int | str = 1,
-        max_batch_size: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.pair = _loaded(pretrained, draft, options)
+        own = {field.name for field in fields(TextSettings)}
+        others = {key: value for key, value in options.items() if key not in own | WITHOUT_EFFECT}
+        self.pair = _loaded(pretrained, draft, others)
         if self.pair.tokenizer is None:
             raise RequestError(
                 "lm-eval asks for texts, and this target has no tokenizer: give one to shoal.load"
             )
         self.tokenizer = self.pair.tokenizer
-        self.max_length = min(max_length or self.pair.target.context, self.pair.target.context)
-        self.max_gen_toks, self.truncation_side, self.think_end_token = (
-            max_gen_toks,
-            truncation_side,
-            think_end_token,
-        )
+        self.texts = TextSettings(**{key: value for key, value in options.items() if key in own})
+        context = self.pair.target.context
+        self.max_length = min(self.texts.max_length or context, context)
         self._lookahead, self._seed = lookahead, seed
-        self._add_bos, self._prefix = add_bos_token, prefix_token_id
-        self._template_args = dict(chat_template_args or {})
 
     @property
     def eot_token_id(self) -> int:
@@ -117,7 +125,11 @@ class ShoalLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The id of the token before texts without a context."""
-        named = (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        named = (
+            self.texts.prefix_token_id,
+            self.tokenizer.bos_token_id,
+            self.tokenizer.eos_token_id,
+        )
         return next(token for token in named if token is not None)
 
     @property
@@ -140,7 +152,7 @@ class ShoalLM(TemplateLM):
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-            **self._template_args,
+            **(self.texts.chat_template_args or {}),
         )
 
     def tok_encode(
@@ -152,7 +164,7 @@ class ShoalLM(TemplateLM):
         """
         if not string:
             return []
-        special = self._add_bos if add_special_tokens is None else add_special_tokens
+        special = self.texts.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(
             self.tokenizer.decode([self.prefix_token_id])
         ):
@@ -237,23 +249,29 @@ class ShoalLM(TemplateLM):
                     for stop in handle_stop_sequences(requests[i].args[1].get("until"), None)
                     if stop
                 ]
-                texts[i] = postprocess_generated_text(sample.text, until, self.think_end_token)
+                texts[i] = postprocess_generated_text(
+                    sample.text, until, self.texts.think_end_token
+                )
                 self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts
 
     def _request(self, n: int, text: str, given: Mapping[str, Any]) -> Request:
         """Makes a request for n samples of one prompt."""
-        options = dict(normalize_gen_kwargs(dict(given), default_max_gen_toks=self.max_gen_toks))
+        options = dict(
+            normalize_gen_kwargs(dict(given), default_max_gen_toks=self.texts.max_gen_toks)
+        )
         until = [stop for stop in options.pop("until") if stop]
-        if self.think_end_token:  # a text that ends an answer may stand in the thoughts before it
+        if (
+            self.texts.think_end_token
+        ):  # a text that ends an answer may stand in the thoughts before it
             until = []
         most = options.pop("max_gen_toks")
         ids, most = maybe_truncate(
             self.tok_encode(text) or [self.prefix_token_id],
             most,
             self.max_length,
-            min_gen_toks=min(self.max_gen_toks, self.max_length // 2),
-            side=self.truncation_side,
+            min_gen_toks=min(self.texts.max_gen_toks, self.max_length // 2),
+            side=self.texts.truncation_side,
             shrink_gen_toks=most >= self.max_length,  # which would leave no token of the prompt
         )
         named = {name: value for name, value in options.items() if name not in IGNORED}

@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from shoal.drafting.pair_loading import Tokenizers
 from shoal.errors import RequestError
-from shoal.integrations.transformers import DecodingMethod, decode
+from shoal.integrations.transformers import METHOD_OPTIONS, DecodingMethod, decode
 
 
 def custom_generate_dir() -> str:
@@ -36,14 +36,8 @@ def generate(
     stopping_criteria: Any = None,
     streamer: Any = None,
     assistant_model: Any = None,
-    draft_model: Any = None,
     tokenizer: Any = None,
-    assistant_tokenizer: Any = None,
     synced_gpus: bool | None = None,
-    lookahead: Any = None,
-    attention: str = "auto",
-    max_batch: int | str = "auto",
-    rule: str = "coupled",
     **options: Any,
 ) -> Any:
     """Generates as `generate` does, with shoal as its decoding method.
@@ -56,8 +50,9 @@ def generate(
             `draft_model`.
         tokenizer: for `stop_strings`, and with `assistant_tokenizer` for a drafter with another
             tokenizer, as in Transformers' universal assisted generation.
-        assistant_tokenizer: the drafter's tokenizer, if it has another one.
-        lookahead, attention, max_batch, rule: see `shoal.custom_generate`.
+        options: `assistant_tokenizer`, the drafter's tokenizer if it has another one;
+            `draft_model`, `lookahead`, `attention`, `max_batch` and `rule`, see
+            `shoal.custom_generate`; and other arguments of `generate`.
 
     Returns:
         See `shoal.custom_generate`.
@@ -66,14 +61,14 @@ def generate(
         RequestError: several rows and a streamer, or a reason that `shoal.custom_generate` names.
     """
     try:
+        draft_model = options.pop("draft_model", None)
         _validate(assistant_model, draft_model, synced_gpus)
+        drafter = draft_model if assistant_model is None else assistant_model
+        tokenizers = Tokenizers(tokenizer, options.pop("assistant_tokenizer", None))
+        own = {name: options.pop(name) for name in METHOD_OPTIONS if name in options}
+        method = DecodingMethod(drafter, tokenizers=tokenizers, streamer=streamer, **own)
         criteria, rest = _stop_strings(
             model, generation_config, stopping_criteria, tokenizer, options
-        )
-        drafter = draft_model if assistant_model is None else assistant_model
-        tokenizers = Tokenizers(tokenizer, assistant_tokenizer)
-        method = DecodingMethod(
-            drafter, lookahead, attention, max_batch, rule, tokenizers, streamer=streamer
         )
         # Not `model.generate`: if the model's own repository has this function, `model.generate` is
         # this function.

@@ -15,7 +15,7 @@ import inspect
 import logging
 import sys
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -220,6 +220,10 @@ def custom_generate(
     return decode(method, model, input_ids, *batch, **model_kwargs)
 
 
+METHOD_OPTIONS = ("lookahead", "attention", "max_batch", "rule")
+"""The options of `custom_generate` that have the same name and default in `DecodingMethod`."""
+
+
 @dataclass(frozen=True)
 class DecodingMethod:
     """The options of `custom_generate` by its names, and a streamer.
@@ -228,12 +232,12 @@ class DecodingMethod:
         streamer: receives the prompt [1, length], then every token [1]. The caller calls its `end`.
     """
 
-    draft_model: Any
-    lookahead: Any
-    attention: str
-    max_batch: int | str
-    rule: str
-    tokenizers: Tokenizers
+    draft_model: Any = None
+    lookahead: Any = None
+    attention: str = "auto"
+    max_batch: int | str = "auto"
+    rule: str = "coupled"
+    tokenizers: Tokenizers = field(default_factory=Tokenizers)
     streamer: Any = None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -71,19 +72,13 @@ class Computed(NamedTuple):
     rounds: int
 
 
-class Engine:
-    """An engine that runs any number of requests through one batch of rows.
+@dataclass(frozen=True)
+class EngineSettings:
+    """The settings of an engine: its texts, its memory, and the order of its rows.
 
-    Rows join and leave the batch between rounds.
-
-    Args:
-        target: the model whose distribution is promised.
-        drafter: the drafter, for this engine alone; None = plain decoding.
-        lookahead: decides draft lengths.
-        max_batch: the number of rows that run at once; None = an `AutoBatchSize` of its own.
+    Attributes:
         tokenizer: the tokenizer for text and stop strings; None = ids only.
         eos: the model's own EOS ids, for requests that name none.
-        rule: the rule by which drafts are drawn and judged; None = rejection sampling.
         prefix_sharing: "auto", "shared" (stored once per group) or "copied", see
             `shoal.engine.admission`.
         chunk: the most prompt tokens computed at once while rows run or any row has a deadline;
@@ -100,6 +95,32 @@ class Engine:
         expert: the model that they are led towards; None = the target.
         clock: returns seconds, on the clock of the requests' submission; None =
             `time.perf_counter`.
+    """
+
+    tokenizer: Any = None
+    eos: Sequence[int] = ()
+    prefix_sharing: str = "auto"
+    chunk: int = CHUNK
+    kv_bytes: int | None = None
+    prefixes: PrefixMemory | None = None
+    quantum: int | None = None
+    guide: Runner | None = None
+    expert: Runner | None = None
+    clock: Callable[[], float] | None = None
+
+
+class Engine:
+    """An engine that runs any number of requests through one batch of rows.
+
+    Rows join and leave the batch between rounds.
+
+    Args:
+        target: the model whose distribution is promised.
+        drafter: the drafter, for this engine alone; None = plain decoding.
+        lookahead: decides draft lengths.
+        max_batch: the number of rows that run at once; None = an `AutoBatchSize` of its own.
+        rule: the rule by which drafts are drawn and judged; None = rejection sampling.
+        settings: the fields of `EngineSettings` by name.
 
     Attributes:
         stats: the counts and times so far.
@@ -115,22 +136,14 @@ class Engine:
         lookahead: Lookahead | Controller,
         *,
         max_batch: int | BatchSize | None = None,
-        tokenizer: Any = None,
-        eos: Sequence[int] = (),
         rule: Rule | None = None,
-        prefix_sharing: str = "auto",
-        chunk: int = CHUNK,
-        kv_bytes: int | None = None,
-        prefixes: PrefixMemory | None = None,
-        quantum: int | None = None,
-        guide: Runner | None = None,
-        expert: Runner | None = None,
-        clock: Callable[[], float] | None = None,
+        **settings: Any,
     ) -> None:
+        own = EngineSettings(**settings)
         controller, self.target = as_controller(lookahead), target.fork()
         self.drafter = drafter if controller.limit > 0 and controller.may_speculate else None
-        self.guides = [] if guide is None else [Guide(guide)]
-        self.guides += [] if expert is None else [Guide(expert, "expert")]
+        self.guides = [] if own.guide is None else [Guide(own.guide)]
+        self.guides += [] if own.expert is None else [Guide(own.expert, "expert")]
         self.lookahead, self.rule = controller, rule or Rejection()
         self.batch_size = batch_size_of(AutoBatchSize() if max_batch is None else max_batch)
         self.memory = memory_of(
@@ -138,22 +151,24 @@ class Engine:
             self.drafter,
             self.guides,
             controller.limit,
-            most=kv_bytes,
+            most=own.kv_bytes,
             bounded=self.batch_size.bounds_memory,
         )
         self.kept_prefixes: PrefixCache | None = None
-        if prefixes is not None and self.target.can_keep_prefixes:
-            self.kept_prefixes = PrefixCache(self.target, self.drafter, prefixes)
+        if own.prefixes is not None and self.target.can_keep_prefixes:
+            self.kept_prefixes = PrefixCache(self.target, self.drafter, own.prefixes)
         self.scheduler = Scheduler(
             self.batch_size.most,
-            prefix_sharing=policy_for(prefix_sharing, self.memory.models),
-            chunk=chunk,
+            prefix_sharing=policy_for(own.prefix_sharing, self.memory.models),
+            chunk=own.chunk,
             fits=self.memory.fits,
             rows_now=self.batch_size.rows,
             kept=self.kept_prefixes,
-            fairness=Fairness(quantum),
+            fairness=Fairness(own.quantum),
         )
-        self.validator = RequestValidator(self.target, self.memory, tokenizer, eos, self.guides)
+        self.validator = RequestValidator(
+            self.target, self.memory, own.tokenizer, own.eos, self.guides
+        )
         self.stats, self.estimates = Stats(lossy=self.rule.lossy), Estimates()
         self._batch = Batch(
             self.target,
@@ -162,7 +177,7 @@ class Engine:
             memory=self.memory,
             kept=self.kept_prefixes,
             stats=self.stats,
-            clock=clock or time.perf_counter,
+            clock=own.clock or time.perf_counter,
             guides=self.guides,
         )
         self._stages = Stages(self._batch, controller, self.rule)

@@ -279,7 +279,7 @@ def engine_of(
 ) -> Engine:
     """Makes an engine whose drafter is a model of its own, or that decodes plainly.
 
-    Options are those of `Engine`, and `prefix_bytes`.
+    Options are those of `Engine`, its settings included, and `prefix_bytes`.
     """
     prefix_bytes = options.pop("prefix_bytes", 0)
     if prefix_bytes:

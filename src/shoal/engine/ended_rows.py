@@ -41,7 +41,6 @@ def finish(row: Row, now: float) -> Sample:
         row: the row.
         now: the seconds at the end of the round, by the clock of the row's deadline.
     """
-    row.finished_at = now - row.request.submitted_at
     text, kept = "", row.new_tokens
     if row.detokenizer is not None:
         text, kept = row.detokenizer.finished(
@@ -56,7 +55,7 @@ def finish(row: Row, now: float) -> Sample:
         processed_logprobs=tuple(row.processed_logprobs[:kept]),
         mean_logprob=sum(logprobs) / len(logprobs) if logprobs else math.nan,
         finish_reason=row.finish_reason or "cancelled",
-        finished_at=row.finished_at,
+        finished_at=now - row.request.submitted_at,
         rounds=row.rounds,
         drafted=row.drafted,
         accepted=row.accepted,

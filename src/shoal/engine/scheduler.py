@@ -168,6 +168,7 @@ class Scheduler:
         self._slots[row.slot] = None
         self._leave_group(row)
         row.pause(next(self._paused))
+        row.prefix = None
         self._group_sizes[row.group] = 1
         self.waiting.put_back(row)
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shoal.config import Limits, Sampling
@@ -115,30 +115,84 @@ def occurrences(prompts: Iterable[Hashable]) -> list[int]:
 
 
 _serials = itertools.count()
-_OF_A_TEXT = (
-    "prefix",
-    "logprobs",
-    "processed_logprobs",
-    "top_logprobs",
-    "logits",
-    "drafters",
-    "constraints",
-    "checks",
-    "end_logprobs",
-    "rounds",
-    "drafted",
-    "accepted",
-    "drafted_by",
-    "target_passes",
-    "log_allowed",
-    "beginning",
-    "class_odds",
-)
-"""The fields of a row that belong to its text: the text's state and the counts of its rounds."""
+_OWN = ("detokenizer", "counts", "output_counts")
+"""The fields of a row's text that are no copies of another row's: they go on by themselves."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RowText:
+    """The fields of a row that belong to its text: the text's state and the counts of its rounds.
+
+    Attributes:
+        prefix: the place of its prompt in the prefix store, if the prompt is shared.
+        drafters: for each new token, the name of the drafter that proposed it; None for a
+            replacement or bonus.
+        constraints: its constraints (`shoal.constraints.protocol`), each with its state after the
+            committed tokens.
+        checks: the checks of its request, each with its state after the committed tokens.
+        end_logprobs: the natural log of the probability that the target gives to the row's EOS
+            tokens before each new token, if there is such a check.
+        drafted_by: the number of drafted tokens, by the name of the drafter.
+        log_allowed: the natural log of the product of the probabilities that p gave to the allowed
+            tokens, if `Request.weighted`.
+        beginning: the node of its new tokens in the trie of all rows of its prompt, if
+            `Request.estimated` or `Request.distinct` (see `shoal.constraints.estimates`). With
+            estimates it is None also once no constraint binds the tokens.
+        class_odds: the natural log of the expert's probability of the new tokens over the guide's,
+            if `Sampling.posterior`.
+        detokenizer: None without a tokenizer.
+        needs_text: the detokenizer gets every token at once (stop strings, streaming).
+        counts: the counts of the tokens in prompt and output.
+        output_counts: the counts of the tokens in the output. Updated when penalties read them.
+        visible_from: the number of characters of the new text that the user's prompt already has
+            (`Request.removed`); the user's text follows.
+    """
+
+    prefix: Prefix | None = None
+    logprobs: list[float] = field(default_factory=list)
+    processed_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    logits: list[Any] = field(default_factory=list)
+    drafters: list[str | None] = field(default_factory=list)
+    constraints: list[tuple[Any, Any]] = field(default_factory=list)
+    checks: list[tuple[Any, Any]] = field(default_factory=list)
+    end_logprobs: list[float] = field(default_factory=list)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by: dict[str, int] = field(default_factory=dict)
+    target_passes: int = 0
+    log_allowed: float = 0.0
+    beginning: Any = None
+    class_odds: float = 0.0
+    detokenizer: Any = None
+    needs_text: bool = False
+    visible_from: int = 0
+    counts: TokenCounts = field(default_factory=TokenCounts, repr=False)
+    output_counts: TokenCounts = field(init=False, repr=False)
+
+    def take_text(self, other: RowText) -> None:
+        """Takes the text, its state and the counts of its rounds from another row of the group."""
+        for own in fields(RowText):
+            if own.name not in _OWN:
+                setattr(self, own.name, copy.copy(getattr(other, own.name)))
+        self.detokenizer = None if other.detokenizer is None else other.detokenizer.copy()
+
+    def recount(self, prompt_length: int) -> None:
+        """Lets the tokens be counted again, which has not been done yet for a new text."""
+        self.counts, self.output_counts = TokenCounts(), TokenCounts(prompt_length)
+
+    @property
+    def by_drafter(self) -> dict[str, DraftCounts]:
+        """The numbers of drafted and accepted tokens, by the name of the drafter."""
+        return {
+            name: DraftCounts(count, self.drafters.count(name))
+            for name, count in self.drafted_by.items()
+        }
 
 
 @dataclass(eq=False, slots=True)
-class Row:
+class Row(RowText):
     """One sequence being generated.
 
     Attributes:
@@ -152,40 +206,20 @@ class Row:
         max_length: the most tokens that it may hold.
         deadline: seconds of the engine's clock, or None.
         slot: its slot of the caches, while it runs; -1 before.
-        prefix: the place of its prompt in the prefix store, if the prompt is shared.
         call: the number of the call that it came with.
         paused_at: the number of its tokens when it was last paused; 0 = it never was.
         restored: the number of prompt tokens whose keys and values were copied from an earlier row
             (`shoal.engine.prefix_cache`).
-        detokenizer: None without a tokenizer.
-        needs_text: the detokenizer gets every token at once (stop strings, streaming).
-        constraints: its constraints (`shoal.constraints.protocol`), each with its state after the
-            committed tokens.
-        checks: the checks of its request, each with its state after the committed tokens.
         cutting: the one of the checks that finds the place to cut an unfinished text, if there is
             one.
-        beginning: the node of its new tokens in the trie of all rows of its prompt, if
-            `Request.estimated` or `Request.distinct` (see `shoal.constraints.estimates`). With
-            estimates it is None also once no constraint binds the tokens.
-        end_logprobs: the natural log of the probability that the target gives to the row's EOS
-            tokens before each new token, if there is such a check.
-        drafters: for each new token, the name of the drafter that proposed it; None for a
-            replacement or bonus.
-        drafted_by: the number of drafted tokens, by the name of the drafter.
         error: the reason of its failure, if it failed.
         started_at: the time when it first got a slot, by the engine's clock; None before.
+        held_at: the time when its text ended, while the row waits for others of its prompt to be
+            drawn beside it (`shoal.engine.joint_rows`); None otherwise.
         serial: a number that no other row of the process has, rows that have ended included; the
             key for data that may outlive the row.
-        counts: the counts of the tokens in prompt and output.
-        output_counts: the counts of the tokens in the output. Updated when penalties read them.
-        visible_from: the number of characters of the new text that the user's prompt already has
-            (`Request.removed`); the user's text follows.
-        log_allowed: the natural log of the product of the probabilities that p gave to the allowed
-            tokens, if `Request.weighted`.
-        log_weight: the natural log of the row's weight, which is that product until the row is
+        log_weight: the natural log of the row's weight, which is `log_allowed` until the row is
             resampled (`shoal.engine.joint_rows`), or its text drawn (`shoal.engine.joint_rows`).
-        class_odds: the natural log of the expert's probability of the new tokens over the guide's,
-            if `Sampling.posterior`.
         draft_context: the most tokens of the row that its drafter can read and has memory for. A
             longer row is decoded plainly.
     """
@@ -199,43 +233,20 @@ class Row:
     max_length: int
     deadline: float | None = None
     slot: int = -1
-    prefix: Prefix | None = None
     call: int = 0
     paused_at: int = 0
     restored: int = 0
-    logprobs: list[float] = field(default_factory=list)
-    processed_logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-    logits: list[Any] = field(default_factory=list)
-    drafters: list[str | None] = field(default_factory=list)
-    detokenizer: Any = None
-    needs_text: bool = False
-    constraints: list[tuple[Any, Any]] = field(default_factory=list)
-    checks: list[tuple[Any, Any]] = field(default_factory=list)
     cutting: Any = None
-    beginning: Any = None
-    end_logprobs: list[float] = field(default_factory=list)
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    drafted_by: dict[str, int] = field(default_factory=dict)
-    target_passes: int = 0
     finish_reason: str | None = None
     error: ShoalError | None = None
     started_at: float | None = None
     held_at: float | None = None
-    finished_at: float | None = None
-    visible_from: int = 0
-    log_allowed: float = 0.0
     log_weight: float = 0.0
-    class_odds: float = 0.0
     draft_context: int = sys.maxsize
     serial: int = field(default_factory=_serials.__next__)
-    counts: TokenCounts = field(default_factory=TokenCounts, repr=False)
-    output_counts: TokenCounts = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.output_counts = TokenCounts(self.prompt_length)
+        self.recount(self.prompt_length)
 
     def become(self, other: Row, seed: int) -> None:
         """Takes text, states and counts of another row of its group, and goes on by another seed.
@@ -244,18 +255,16 @@ class Row:
         serial, so data kept under the old one is no longer found.
         """
         self.tokens[:] = other.tokens
-        for name in _OF_A_TEXT:
-            setattr(self, name, copy.copy(getattr(other, name)))
-        self.detokenizer = None if other.detokenizer is None else other.detokenizer.copy()
-        self.counts, self.output_counts = TokenCounts(), TokenCounts(self.prompt_length)
+        self.take_text(other)
+        self.recount(self.prompt_length)
         self.seed, self.serial = seed, next(_serials)
 
     def pause(self, group: int) -> None:
-        """Takes the row out of the caches for now.
+        """Notes that the row leaves the caches for now.
 
         The row will enter them again with all its tokens, alone in a group with a new number.
         """
-        self.paused_at, self.group, self.prefix = len(self.tokens), group, None
+        self.paused_at, self.group = len(self.tokens), group
 
     @property
     def prompt_length(self) -> int:
@@ -272,14 +281,6 @@ class Row:
     @property
     def new_tokens(self) -> int:
         return len(self.tokens) - self.prompt_length
-
-    @property
-    def by_drafter(self) -> dict[str, DraftCounts]:
-        """The numbers of drafted and accepted tokens, by the name of the drafter."""
-        return {
-            name: DraftCounts(count, self.drafters.count(name))
-            for name, count in self.drafted_by.items()
-        }
 
     @property
     def reads_history(self) -> bool:

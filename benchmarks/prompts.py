@@ -100,7 +100,7 @@ def _filled(model: Runner, case: Case, layout: str) -> Runner:
     prefix = Prefix(0, case.length)
     if layout == "shared":
         runner.memory.reserve(case.rows, own, case.length)
-        _write(runner, Plan([], [0], [case.length], runner.device, into=prefix), seed=0)
+        _write(runner, Plan.of_prompt(prefix, 0, case.length, runner.device), seed=0)
     else:
         runner.memory.reserve(case.rows, case.length + own)
         _write(runner, Plan([0], [0], [case.length], runner.device), seed=0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.cache import Plan
-from shoal.models.cache.pass_plan import Parents
+from shoal.models.cache.pass_plan import PACK_FROM, Parents
 from shoal.types.requests import Prefix
 
 CPU = torch.device("cpu")
@@ -24,7 +24,9 @@ def build(
     prefixes: Sequence[Prefix | None] | None = None, packed: bool = False, parents: Parents | None = None,
 ) -> AttentionInputs:  # fmt: skip
     """Random inputs; scores of a few units, so that softmax is neither flat nor one-hot."""
-    plan = Plan(range(len(starts)), starts, counts, CPU, prefixes=prefixes, packed=packed, parents=parents)
+    plan = Plan(
+        range(len(starts)), starts, counts, CPU, prefixes=prefixes, pack_from=PACK_FROM if packed else None, parents=parents
+    )
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:

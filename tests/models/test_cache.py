@@ -17,6 +17,7 @@ from shoal.engine.memory import grown
 from shoal.errors import InternalError
 from shoal.models import loading
 from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache.pass_plan import PACK_FROM
 from shoal.models.cache.row_store import zeros
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
@@ -96,7 +97,7 @@ def test_a_copy_is_independent(cache: SlotCache) -> None:
 
 def store(cache: SlotCache, prefix: Prefix, start: int, count: int, stamp: float) -> list[tuple[Tensor, Tensor]]:
     """One pass that writes tokens of a prompt; keys are `stamp` + column / 100; what each layer got back."""
-    cache.begin(Plan([], [start], [count], CPU, into=prefix))
+    cache.begin(Plan.of_prompt(prefix, start, count, CPU))
     keys = (stamp + torch.arange(count) / 100)[None, None, :, None].expand(-1, HEADS, -1, KEY_DIM)
     seen = [cache.update(keys, -keys[..., :VALUE_DIM], layer) for layer in range(LAYERS)]
     cache.end()
@@ -259,7 +260,7 @@ def test_what_transformers_asks_between_and_during_passes(cache: SlotCache) -> N
 
 
 def test_packing_and_back() -> None:
-    plan = Plan([0, 1, 2], [4, 0, 2], [1, 4, 2], CPU, packed=True)
+    plan = Plan([0, 1, 2], [4, 0, 2], [1, 4, 2], CPU, pack_from=PACK_FROM)
     block = torch.tensor([[10, 0, 0, 0], [20, 21, 22, 23], [30, 31, 0, 0]])
     assert plan.pack(block).tolist() == [[10, 20, 21, 22, 23, 30, 31]]
     assert plan.pack(plan.positions).tolist() == [[4, 0, 1, 2, 3, 2, 3]]
@@ -273,7 +274,7 @@ def test_packing_and_back() -> None:
     [([4, 4], False), ([4, 3], True), ([1, 1, 1], False), ([8] * 7 + [2], False), ([8] * 6 + [4, 4], True)],
 )
 def test_packed_where_an_eighth_is_unused(counts: list[int], packed: bool) -> None:
-    plan = Plan(range(len(counts)), [0] * len(counts), counts, CPU, packed=True)
+    plan = Plan(range(len(counts)), [0] * len(counts), counts, CPU, pack_from=PACK_FROM)
     assert plan.packed is packed
     block = torch.zeros(plan.rows, plan.q)
     assert plan.pack(block).shape == ((1, sum(counts)) if packed else (plan.rows, plan.q))

@@ -45,7 +45,8 @@ def inputs(
     starts: Sequence[int], counts: Sequence[int], dtype: torch.dtype, *, window: int | None = None, kv_block: int = KV_BLOCK
 ) -> AttentionInputs:
     """Random tensors whose first row is always the same, beside others that are not."""
-    plan = Plan(range(len(starts)), starts, counts, torch.device("cpu"), kv_block=kv_block)
+    plan = Plan(range(len(starts)), starts, counts, torch.device("cpu"))
+    plan.kv_block = kv_block
     rows = []
     for b in range(len(starts)):
         generator = torch.Generator().manual_seed(b if b == 0 else 100 * sum(starts) + b)

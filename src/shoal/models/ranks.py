@@ -358,7 +358,7 @@ class Served:
 def arguments_of(plan: Plan) -> tuple[tuple[list[int], ...], dict[str, Any]]:
     """Returns the arguments of a plan by place and by name, without its device."""
     return (plan.slots, plan.starts, plan.counts), {
-        "packed": plan.packed,
+        "pack_from": 0.0 if plan.packed else None,
         "prefixes": plan.prefixes,
         "into": plan.into,
         "parents": plan.parents,
@@ -375,5 +375,7 @@ def repeat(
 ) -> None:
     """Computes a pass of rank 0 on this rank's heads, by the arguments of its plan."""
     runner.cache = cache
+    into = options.pop("into")
     plan = Plan(*rows, runner.device, **options)
+    plan.into = into
     runner.ordinary(plan, tokens.to(runner.device), want_logits)

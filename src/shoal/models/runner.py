@@ -309,7 +309,7 @@ class Runner:
         Raises:
             OutOfMemory: the memory does not suffice.
         """
-        plan = Plan([], [start], [tokens.shape[1]], self.device, into=prefix)
+        plan = Plan.of_prompt(prefix, start, tokens.shape[1], self.device)
         self._counted(self._batch(plan, tokens, want_logits=False))
 
     def plan(
@@ -320,15 +320,12 @@ class Runner:
         parents: Parents | None = None,
     ) -> Plan:
         """Makes the plan of a pass that appends counts[b] tokens to each row."""
-        return self.cache.next_plan(
-            slots,
-            counts,
-            self.device,
-            packed=packed,
-            pack_from=PACK_FROM if self.lean is None else 0.0,
-            kv_block=self.kv_block,
-            parents=parents,
+        pack_from = PACK_FROM if self.lean is None else 0.0
+        plan = self.cache.next_plan(
+            slots, counts, self.device, pack_from=pack_from if packed else None, parents=parents
         )
+        plan.kv_block = self.kv_block
+        return plan
 
     def ordinary(self, plan: Plan, tokens: Tensor, want_logits: bool = True) -> Tensor:
         """Computes a pass as long as its rows are; returns its logits, see `feed`."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from shoal.models.attention.inputs import Masks
-from shoal.models.cache import Plan
 from shoal.models.runner import Runner
 
 History = Callable[[tuple[int, ...]], Tensor]
@@ -146,14 +145,7 @@ class ScriptedModel(torch.nn.Module):
             ids: [rows, kv] long.
             places: [rows, kv] long.
         """
-        whole = Plan(
-            plan.slots,
-            plan.starts,
-            plan.counts,
-            plan.device,
-            packed=plan.packed,
-            parents=plan.parents,
-        )
+        whole = plan.without_prefixes()
         found: dict[tuple[int, int], Tensor] = {}
         for row, seen in enumerate(Masks(whole).visible(width=ids.shape[1])):
             for column in range(plan.counts[row]):

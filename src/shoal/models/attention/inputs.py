@@ -245,14 +245,7 @@ class AttentionInputs:
         if self.shared_key is None or self.shared_value is None:
             return self
         plan = self.plan
-        whole = Plan(
-            plan.slots,
-            plan.starts,
-            plan.counts,
-            plan.device,
-            packed=plan.packed,
-            parents=plan.parents,
-        )
+        whole = plan.without_prefixes()
         pairs = (self.key, self.shared_key), (self.value, self.shared_value)
         key, value = (plan.repeated(tail, shared)[:, :, : whole.kv] for tail, shared in pairs)
         return replace(

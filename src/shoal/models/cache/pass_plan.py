@@ -86,23 +86,17 @@ Packing costs 5 % of a small pass.
 """
 
 
-class Plan:
-    """The layout of one ragged forward pass.
+class PassRows:
+    """The rows of a ragged forward pass: the numbers of each, on the host.
 
     Args:
-        packed: leave out unused columns, if there are any and at least the share `pack_from` of all
-            columns is unused.
         prefixes: the prefix of each row, or None for a row that has all its tokens in its slot;
             None = no row has a prefix.
-        into: set when the one row of the pass is a prompt on its way into the shared store; the
-            prompt has no slot.
-        kv_block: `kv` is rounded up to a multiple of it.
         parents: the tree of each row's tokens, of counts[b] - 1 nodes; None = all are chains.
         gaps: number of tokens that each row's slot leaves out; None = none.
 
     Attributes:
         slots: cache slot of each row.
-        first_slot: set when slots are consecutive, so that caches may return views.
         starts: number of tokens each row has already, without its gap.
         counts: tokens fed per row.
         lengths: starts + counts.
@@ -110,8 +104,6 @@ class Plan:
         offsets: length of each row's prefix, 0 without; the position of the first token in its
             slot.
         tails: lengths - offsets: keys in the slot that the row's last query sees.
-        kv: keys per slot that the pass spans.
-        positions: absolute positions of the block, [rows, q] int64.
         final: True if none of the tokens is taken back later; set by who feeds them.
         parents: None where no row's tree branches.
         depths: depths of the columns, [rows, q] int64 on the host; None without parents.
@@ -126,29 +118,19 @@ class Plan:
         slots: Sequence[int],
         starts: Sequence[int],
         counts: Sequence[int],
-        device: torch.device,
         *,
-        packed: bool = False,
-        pack_from: float = PACK_FROM,
         prefixes: Sequence[Prefix | None] | None = None,
-        into: Prefix | None = None,
-        kv_block: int = 1,
         parents: Parents | None = None,
         gaps: Sequence[int] | None = None,
     ) -> None:
         self.slots, self.starts, self.counts = list(slots), list(starts), list(counts)
         self.prefixes = [None] * len(self.starts) if prefixes is None else list(prefixes)
-        self.into, self.device = into, device
         self.final = False
         self.gaps = list(gaps) if gaps is not None and any(gaps) else None
         self.q = max(self.counts)
         self.lengths = list(map(add, self.starts, self.counts))
         self.offsets = [0 if prefix is None else prefix.length for prefix in self.prefixes]
         self.tails = list(map(sub, self.lengths, self.offsets))
-        columns = len(self.starts) * self.q
-        unused = columns - sum(self.counts)
-        self.packed = packed and unused > 0 and unused >= pack_from * columns
-        self._kv_block = kv_block
         self.parents = parents if branching(parents) else None
         self.depths: Array | None = None
         self.tree_words: Array | None = None
@@ -160,22 +142,16 @@ class Plan:
         return len(self.starts)
 
     @cached_property
-    def kv(self) -> int:
-        return -(-max(self.ends) // self._kv_block) * self._kv_block
-
-    @cached_property
     def first_slot(self) -> int | None:
         consecutive = bool(self.slots) and self.slots == list(
             range(self.slots[0], self.slots[0] + self.rows)
         )
         return self.slots[0] if consecutive else None
 
-    @cached_property
-    def positions(self) -> Tensor:
-        columns = self._column(self.starts) + self._columns
-        return torch.from_numpy(
-            columns if self.gaps is None else columns + self._column(self.gaps)
-        ).to(self.device)
+    @property
+    def shares(self) -> bool:
+        """True if some row has a prefix."""
+        return any(self.offsets)
 
     @property
     def reach(self) -> int:
@@ -188,6 +164,82 @@ class Plan:
             )
             + self.q
         )
+
+    @property
+    def bases(self) -> list[int]:
+        """The first cell of each row's prefix in the shared store; 0 without a prefix."""
+        return [0 if prefix is None else prefix.base for prefix in self.prefixes]
+
+    @property
+    def common_keys(self) -> int:
+        """The number of first keys of its slot that each query sees; 0 if rows feed more tokens."""
+        return min(self.tails) if self.q == 1 else 0
+
+
+class Plan(PassRows):
+    """The layout of one ragged forward pass: its rows, and tensors for those who compute it.
+
+    Args:
+        pack_from: leave out unused columns, if there are any and at least this share of all columns
+            is unused; None = leave none out. The other arguments are those of `PassRows`.
+
+    Attributes:
+        into: set when the one row of the pass is a prompt on its way into the shared store; the
+            prompt has no slot.
+        packed: True if unused columns are left out.
+        kv_block: `kv` is rounded up to a multiple of it; set by who feeds the tokens.
+        kv: keys per slot that the pass spans.
+        positions: absolute positions of the block, [rows, q] int64.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        device: torch.device,
+        *,
+        pack_from: float | None = None,
+        prefixes: Sequence[Prefix | None] | None = None,
+        parents: Parents | None = None,
+        gaps: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(slots, starts, counts, prefixes=prefixes, parents=parents, gaps=gaps)
+        self.device, self.kv_block = device, 1
+        self.into: Prefix | None = None
+        columns = len(self.starts) * self.q
+        unused = columns - sum(self.counts)
+        self.packed = pack_from is not None and unused > 0 and unused >= pack_from * columns
+
+    @staticmethod
+    def of_prompt(prefix: Prefix, start: int, count: int, device: torch.device) -> Plan:
+        """Makes the plan of a pass that appends a piece of a prompt to the shared store.
+
+        Args:
+            prefix: the place of the prompt in the store.
+            start: the position of the first token.
+            count: the number of tokens.
+        """
+        plan = Plan([], [start], [count], device)
+        plan.into = prefix
+        return plan
+
+    def without_prefixes(self) -> Plan:
+        """Returns the layout of the same rows with all their tokens in their slots."""
+        pack_from = 0.0 if self.packed else None
+        rows = self.slots, self.starts, self.counts
+        return Plan(*rows, self.device, pack_from=pack_from, parents=self.parents)
+
+    @cached_property
+    def kv(self) -> int:
+        return -(-max(self.ends) // self.kv_block) * self.kv_block
+
+    @cached_property
+    def positions(self) -> Tensor:
+        columns = self._column(self.starts) + self._columns
+        return torch.from_numpy(
+            columns if self.gaps is None else columns + self._column(self.gaps)
+        ).to(self.device)
 
     @cached_property
     def _columns(self) -> Array:
@@ -202,11 +254,6 @@ class Plan:
     @staticmethod
     def _column(values: Sequence[int]) -> Array:
         return np.array(values, dtype=np.int64)[:, None]
-
-    @property
-    def shares(self) -> bool:
-        """True if some row has a prefix."""
-        return any(self.offsets)
 
     def both_ways(self) -> Plan:
         """Returns the same layout, in which a column sees those of its row behind it, too."""
@@ -334,16 +381,6 @@ class Plan:
             dtype=torch.int32,
             device=self.device,
         )
-
-    @property
-    def bases(self) -> list[int]:
-        """The first cell of each row's prefix in the shared store; 0 without a prefix."""
-        return [0 if prefix is None else prefix.base for prefix in self.prefixes]
-
-    @property
-    def common_keys(self) -> int:
-        """The number of first keys of its slot that each query sees; 0 if rows feed more tokens."""
-        return min(self.tails) if self.q == 1 else 0
 
     @cached_property
     def ends(self) -> list[int]:

@@ -352,15 +352,15 @@ LOSSY_RULES = {
 reports."""
 
 
-def require_lossless(rule: str, what: str) -> None:
+def require_lossless(rule: str, feature: str) -> None:
     """Raises RequestError for a lossy rule.
 
     Args:
         rule: the acceptance rule.
-        what: the feature that needs the target's distribution.
+        feature: the feature that needs the target's distribution.
     """
     if rule in LOSSY_RULES:
-        raise RequestError(f"{what} needs the target's distribution, and {LOSSY_RULES[rule]}")
+        raise RequestError(f"{feature} needs the target's distribution, and {LOSSY_RULES[rule]}")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
 WAIT = 5.0
 """The seconds that are waited for a quiet machine, in place of the default."""
 CEILINGS = {"flops": "arithmetic", "bytes": "memory"}
-"""What bounds a run, in words."""
+"""The bound of a run, in words."""
 
 
 Options = TypeVar("Options")

@@ -57,7 +57,7 @@ class FileArguments:
         Path,
         typer.Argument(
             metavar="OUTPUT",
-            help="An answer per line; what is there already is kept.",
+            help="An answer per line; lines that are there already are kept.",
             show_default=False,
         ),
     ]
@@ -74,7 +74,7 @@ class BatchNameOptions:
     name: Annotated[
         str | None,
         models_option(
-            help="What a line's \"model\" may say. Without it, as --model, or 'bundled'."
+            help="Names that a line's \"model\" may have. Without it, as --model, or 'bundled'."
         ),
     ] = None
     chat_template: ChatTemplateOption = None
@@ -145,7 +145,7 @@ def batch(
 
     A line has an "id" and the fields of the API: "prompt" or "messages", "n", "temperature",
     "seed", ... Or it is one of OpenAI's batch files, with "custom_id", "method", "url" and "body",
-    and is answered as those are. What is wrong with a line is its answer; the exit code is 1 if
+    and is answered as those are. The answer to a wrong line names the error; the exit code is 1 if
     every line failed. After a kill or a crash the same command goes on. docs/how-to/batch.md. In a
     checkout of shoal it needs [bold]pip install '.\\[serve]'[/], and --ray [bold]pip install
     '.\\[ray]'[/].

@@ -98,7 +98,7 @@ def check(
     ] = None,
     trim_text: Annotated[
         list[Path] | None,
-        speed_option(help="Texts to count them in, instead of what the target writes. Repeatable."),
+        speed_option(help="Texts to count them in, instead of the target's own. Repeatable."),
     ] = None,
     json_output: JsonOption = False,
 ) -> int:
@@ -106,7 +106,7 @@ def check(
 
     Acceptance and speed-up depend on the text: give your own prompts. Predicted speed-ups stand
     beside measured ones, against plain decoding and against Transformers' batched generate. Every
-    check says ok, warn or fail with a figure and, where needed, what to do; exit code 2 if one
+    check says ok, warn or fail with a figure and, where needed, a remedy; exit code 2 if one
     failed.
     """
     source = replace(source, max_batch=max(16, measuring.n))

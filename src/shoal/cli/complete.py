@@ -111,7 +111,7 @@ def complete(
     source: ModelSource,
     as_json: JsonOption = False,
 ) -> int:
-    """Suggest what to write at a cursor: n texts, best first, each as a diff of the file.
+    """Suggest a text at a cursor: n of them, best first, each as a diff of the file.
 
     The model sees the text before and behind the cursor, as much of it as fits, if it was trained
     to fill in the middle. Suggestions that the model ended itself come first, then the best by mean

@@ -51,7 +51,7 @@ def serve(
     """Serve a pair over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions,
     /v1/responses.
 
-    Many samples per request is what it is for. /health, /ready and /metrics (Prometheus) are for
+    It is made for many samples per request. /health, /ready and /metrics (Prometheus) are for
     those who run it. SIGTERM or Ctrl-C lets open requests finish. Fields, figures and faults:
     docs/reference/http-api.md. In a checkout of shoal it needs [bold]pip install '.\\[serve]'[/],
     and --ray [bold]pip install '.\\[ray]'[/].

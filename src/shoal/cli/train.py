@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=ReadableGroup,
     no_args_is_help=True,
-    help="Train a drafter for a target, on what the target writes itself.",
+    help="Train a drafter for a target, on texts that the target writes itself.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -126,7 +126,7 @@ class DraftModelOptions:
 
 @app.callback()
 def train() -> None:
-    """Trains a drafter for a target, on what the target writes itself."""
+    """Trains a drafter for a target, on texts that the target writes itself."""
 
 
 @app.command(cls=ReadableCommand)
@@ -154,8 +154,8 @@ def drafter(
     """A draft model, for `--draft DIR`: the target's architecture, small, taught by a corpus and
     then by the target.
 
-    Says after each stage how much of what it drafts is accepted.
-    Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
+    Says after each stage which share of its drafts is accepted.
+    Ctrl-C stops it: the weights trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
     documents = listed_documents(corpus or [])
@@ -190,7 +190,7 @@ def medusa(
 ) -> None:
     """Medusa heads, for `--draft medusa:DIR`.
 
-    Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
+    Ctrl-C stops it: the weights trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
 
@@ -224,7 +224,7 @@ def eagle3(
 ) -> None:
     """EAGLE-3 heads, for `--draft eagle3:DIR`.
 
-    Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
+    Ctrl-C stops it: the weights trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
 
@@ -255,7 +255,7 @@ def ppd(
     """Prompt tokens of PPD, for `--draft ppd:DIR`: vectors by which the target itself guesses
     further ahead.
 
-    Ctrl-C stops it: what is trained so far can be used, and the same command goes on from there.
+    Ctrl-C stops it: the weights trained so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
 

@@ -2,7 +2,7 @@
 
 They are read like EAGLE-3 heads (`shoal.drafting.eagle3`): hidden states of some of the target's
 layers, kept for each row, and a ragged cache of their own. The cache holds the context, one cell
-for each committed token but the last. A draft first writes what was committed since the last one,
+for each committed token but the last. A draft first writes the tokens committed since the last one,
 in passes that attend to nothing, and then feeds the whole block, whatever length is asked for: so a
 row's q depends on its own tokens alone. The block's cells are given back at once.
 

@@ -234,7 +234,7 @@ class Batch:
         self.scheduler.pause(row)
         self.stats.pauses += 1
 
-    # ── what the caches hold ──────────────────────────────────────────────────────────────────────
+    # ── the contents of the caches ────────────────────────────────────────────────────────────────
 
     def settle(self, commits: Sequence[Commit], scores: Scores, verdict: Verdict) -> None:
         """Restores the invariant: the cache keeps the committed tokens of each row's tree.

@@ -203,7 +203,7 @@ func TestTrial(t *testing.T) {}""",
         run=("scala", "-nocompdaemon", "-cp", ".", "Epilogue"),
         install="Scala (package scala)",
         trial="object Main extends App {}",
-        separator="\n()\n",  # what an `if (false)` at the end of a completion has for itself
+        separator="\n()\n",  # the body of an `if (false)` at the end of a completion
         epilogue="""object Epilogue {{
     def main(arguments: Array[String]): Unit = {{ Main.main(arguments); println("{}" + "{}") }}
 }}""",
@@ -234,7 +234,7 @@ func TestTrial(t *testing.T) {}""",
         run=("./main",),
         install="Swift (packages swiftlang, libc6-dev and libstdc++-14-dev of Debian 13, or "
         "https://swift.org)",
-        separator="\n_ = ()\n",  # what a `true ? () :` at the end of a completion has for itself
+        separator="\n_ = ()\n",  # the operand of a `true ? () :` at the end of a completion
         epilogue='print("{}" + "{}")',
         environment={"SWIFT_BACKTRACE": "enable=no"},
         bounds=MANAGED,
@@ -265,7 +265,7 @@ fn main() -> impl std::process::Termination {{
         run=("./main",),
         install="the D compiler of GCC (package gdc)",
         trial="unittest {}\nvoid main() {}",
-        separator=STATEMENT,  # what a `version (none)` at the end of a completion has for itself
+        separator=STATEMENT,  # the body of a `version (none)` at the end of a completion
         epilogue=_D_EPILOGUE,
         epilogue_file="epilogue.d",
         memory=("core.exception.OutOfMemoryError",),

@@ -2,8 +2,8 @@
 
 A block is the row's last committed token and mask tokens behind it, each at its own position; the
 state of a mask says the token at its place. Each layer attends to a context and to the block. The
-context are the committed tokens before the block: their keys and values are projections of what
-`fc` makes of the target's hidden states there, the same input for all layers. Inside the block
+context are the committed tokens before the block: their keys and values are projections of the
+output of `fc` for the target's hidden states there, the same input for all layers. Inside the block
 attention goes both ways, except in layers that are said to be causal. Embeddings and head are the
 target's, without a norm or a scale that its embeddings have.
 
@@ -158,7 +158,7 @@ class BlockModel(Eagle3Model):
     """A model of the layers and a runner's cache.
 
     A pass whose logits nobody wants is one over a context, any other one over blocks. Its arguments
-    are those of `Eagle3Model`: the state of a token is what `fc` reads.
+    are those of `Eagle3Model`: the state of a token is the input of `fc`.
     """
 
     def get_output_embeddings(self) -> nn.Module:

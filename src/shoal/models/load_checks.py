@@ -83,7 +83,7 @@ LEAST_BYTES = 8 * 2**20
 MOST_FILES = 256
 """The most files of results on the disk; the oldest go."""
 SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".py")
-"""The suffixes of the files of a directory that decide what a model computes."""
+"""The suffixes of the files of a directory that decide on the numbers of a model."""
 
 
 class KeptChecks:

@@ -107,7 +107,7 @@ HALF_NAMES = {
     r"^(model\.)?language_model\.(model\.)?(?!lm_head\.)": "model.",
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
 }
-"""The names of the tensors of a text half: a pattern of those in the whole, and what replaces it.
+"""The names of the tensors of a text half: a pattern of those in the whole, and its replacement.
 
 Transformers of several years have saved them in three ways.
 """

@@ -1,7 +1,7 @@
 """Grammars of forced calls in the forms of `written_calls`: arguments in the model's own
 form, bound by the tool's schema.
 
-What `written_calls` reads back is valid by the schema: a text that it would read as a value of
+A call that `written_calls` reads back is valid by the schema: a text that it would read as a value of
 another type is left out where it would be none. Arguments that a tool does not list are not
 written. A schema whose words cannot be told in such a form is refused here by None.
 """
@@ -54,7 +54,7 @@ class CallShape(NamedTuple):
         end: behind the arguments.
         between: between two calls.
         last: behind the last call.
-        first: before the first call, behind what begins a call.
+        first: before the first call, behind the opening of a call.
         comma: between two arguments.
         banned: further texts that no string holds, as the reader would take them for a mark.
         trimmed: True if the reader takes a line break at an end of a text for none of its own.
@@ -143,7 +143,7 @@ def own_calls(
     several: bool,
     special: Mapping[str, int] | None = None,
 ) -> Grammar | None:
-    """Returns the grammar of calls in a form of `written_calls`, behind what begins a call.
+    """Returns the grammar of calls in a form of `written_calls`, behind the opening of a call.
 
     Args:
         form: the form.
@@ -152,7 +152,7 @@ def own_calls(
         special: the numbers of special tokens by name.
 
     Returns:
-        None if the form cannot hold what a schema says.
+        None if the form cannot hold the values of a schema.
     """
     try:
         if not all(NAME.fullmatch(name) for name in tools):

@@ -56,7 +56,7 @@ class Nesting:
         """Returns `end`, by the text so far.
 
         Args:
-            text: the text, which goes on with what was read before.
+            text: the text, which begins with the text that was read before.
             start: the place where the value begins.
         """
         at = max(self._at, start)
@@ -108,7 +108,7 @@ class CallEnd:
         """Returns the end of the calls, and the place behind their closing; None without one.
 
         Args:
-            text: the text behind the opening, which goes on with what was read before.
+            text: the text behind the opening, which begins with the text that was read before.
         """
         if self._form in NAME_ENDS:
             return self._behind_json(text)

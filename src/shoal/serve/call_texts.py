@@ -1,4 +1,4 @@
-"""Texts of arguments in Lark's syntax, with what stands behind them: the words of a schema about
+"""Texts of arguments in Lark's syntax, with the texts behind them: the words of a schema about
 texts, without the marks of a form.
 """
 
@@ -80,7 +80,7 @@ def ended(
     """Returns texts, in Lark's syntax, with the text behind them.
 
     They are one terminal, as far as there is no special token: the longest one is read, and a text
-    may go on with what another one ends with.
+    may go on with the end of another one.
 
     Args:
         rules: the rules of the grammar.

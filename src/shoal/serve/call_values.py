@@ -141,7 +141,7 @@ class Values:
             heads: makes the text of a member, given its name and its schema.
 
         Raises:
-            Unwritable: the schema says what cannot be told.
+            Unwritable: the schema asks for a limit that a grammar cannot tell.
         """
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if {*schema} - {*OBJECT_WORDS, *OWN_REMARKS} or not isinstance(properties, dict):

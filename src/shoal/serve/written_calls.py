@@ -30,7 +30,7 @@ LISTED, MAY_BE_LISTED = (
     re.compile(r"\s*\[\s*([\w.]+)\s*\("),
     re.compile(r"\s*(?:\[\s*(?:[\w.]+\s*)?)?\Z"),
 )
-"""The beginning of a list of calls in Python, and what may become it."""
+"""The beginning of a list of calls in Python, and the texts that may become it."""
 
 
 def _elements(call: str, argument: str, text: str, schemas: Mapping[str, Any]) -> Written:

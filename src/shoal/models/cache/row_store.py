@@ -347,7 +347,7 @@ class RowStore:
                 cells = slice(prefix.base, prefix.base + prefix.length)
                 held += [layer.shared_keys[cells], layer.shared_values[cells]]
             for tensor in held:
-                if self.rounds:  # what is not finite has a scale that is not
+                if self.rounds:  # numbers that are not finite have a scale that is not
                     scales = tensor[..., -SCALE_BYTES:].contiguous().view(torch.float32)
                     finite = scales.nan_to_num_(0.0, 0.0, 0.0).view(torch.int8)
                     tensor[..., -SCALE_BYTES:] = finite

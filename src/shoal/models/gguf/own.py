@@ -70,7 +70,7 @@ def own_model(file: Path, device: str, exact: bool) -> tuple[Any | None, Mapping
         reader = _Reader(file, exact)
         return reader.model(), {"dtype": reader.why, "weights": reader.formats}
     except (_NotOurs, UnsupportedModel) as reason:
-        return None, {"reason": str(reason)}  # what is damaged is told by llama.cpp, too
+        return None, {"reason": str(reason)}  # llama.cpp tells of damage, too
 
 
 ROUNDED = "products with the file's weights take features in 16 bits a group"

@@ -364,12 +364,12 @@ def test_any_course_ends_and_serves_everybody(capacity: int, calls: Sequence[tup
         scheduler.remove([row for row in round_.rows if not left[row]])
         paused = scheduler.to_pause()
         if paused is not None:
-            assert len(scheduler.in_slots) == capacity
+            assert len(scheduler.slots.taken) == capacity
             assert scheduler.waiting
             scheduler.pause(paused)
     assert all(count == 0 for count in left.values())
     assert not scheduler.fairness._served
-    assert not scheduler._group_sizes
+    assert not scheduler._groups.sizes
 
 
 def test_a_paused_row_is_the_next_of_its_call() -> None:

@@ -183,7 +183,7 @@ def test_prompts_with_deadlines_take_turns(
         slots.carry_out(round_)
         entered += [admission.row for admission in round_.admissions]
         assert token_slots(round_.prefixes.values()) <= most
-        assert len(scheduler._store.prefixes) <= capacity
+        assert len(scheduler.slots.store.prefixes) <= capacity
         ended = {row for row in round_.rows if random.random() < 0.5} | {row for row in rows if random.random() < 0.02}
         gone |= ended
         scheduler.remove(ended)

@@ -385,7 +385,7 @@ def test_cancelled_and_late_rows_give_their_prompts_back() -> None:
         engine.submit(Request(prompt(n), 3, Sampling(temperature=0), Limits(max_new_tokens=20))) for n in (20, 14)
     )
     late = engine.submit(Request(prompt(30), 2, Sampling(temperature=0), Limits(max_new_tokens=20, time_budget=60.0)))
-    stored = lambda: engine.scheduler._store.prefixes  # noqa: E731
+    stored = lambda: engine.scheduler.slots.store.prefixes  # noqa: E731
     engine.step()
     assert stored() == {0: Prefix(0, 19), 1: Prefix(19, 13)}
     engine.cancel(first)

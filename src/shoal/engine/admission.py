@@ -3,7 +3,7 @@
 Pure Python. A decision is made on data that does not change, and the scheduler carries it out.
 `decide` tries several states of the caches, from the one that keeps most prompts to the one that
 keeps fewest. For each it finds the row's prompt, chooses a slot, and asks if there is memory for
-the row.
+the row. `SlotRows` are the caches as they are: the scheduler changes them by its decisions.
 
 A prompt may be stored once for all rows of its group (`PrefixStore` has its place). m_c tokens of
 prompt and n rows of m_d new tokens then take m_c + n * m_d token slots instead of n * (m_c + m_d);
@@ -20,8 +20,10 @@ from typing import Protocol
 
 from shoal.errors import RequestError
 from shoal.types.requests import Prefix, Row
-from shoal.types.schedule import PromptOrigin
+from shoal.types.schedule import Move, PrefillChunk, PromptOrigin
 
+NO_GROUP = -1
+"""The group of a slot that holds no complete prompt."""
 POLICIES = ("auto", "shared", "copied")
 MIN_SAVED_TOKENS = 2048
 """The token slots that sharing must save before `auto` shares a prompt.
@@ -236,3 +238,125 @@ def _with_prompt(row: Row, origin: PromptOrigin, store: PrefixStore, capacity: i
         return store
     rows = min(row.request.n, capacity)
     return store.add(row.group, rows, row.prompt_length - 1, drafted=row.draft_reach > 0)
+
+
+class SlotRows:
+    """The rows in slots, and the prompts that the slots and the prefix store hold.
+
+    Args:
+        policy: the policy of the store.
+
+    Attributes:
+        rows: the row in each slot; None = free.
+        groups: for each slot, the group whose complete prompt it holds, or `NO_GROUP`.
+        store: the stored prompts.
+        filling: the row whose prompt is not complete yet; None = there is none.
+        filled: the number of tokens of that prompt that are computed.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.rows: list[Row | None] = []
+        self.groups: list[int] = []
+        self.store = PrefixStore(policy)
+        self.filling: Row | None = None
+        self.filled = 0
+
+    def __contains__(self, row: Row) -> bool:
+        return 0 <= row.slot < len(self.rows) and self.rows[row.slot] is row
+
+    @property
+    def taken(self) -> list[Row]:
+        """The rows in slots, in slot order."""
+        return [row for row in self.rows if row is not None]
+
+    @property
+    def running(self) -> list[Row]:
+        """The rows in slots whose prompts are complete."""
+        return [row for row in self.rows if row is not None and row is not self.filling]
+
+    @property
+    def replaceable_groups(self) -> list[int]:
+        """The groups whose prompts the next admissions may replace.
+
+        These are the prompts in free slots and in the prefix store.
+        """
+        free = [group for row, group in zip(self.rows, self.groups, strict=True) if row is None]
+        return [*free, *self.store.prefixes]
+
+    def state(self, computed: Sequence[Row]) -> CacheState:
+        """Returns the content of the caches, for `decide`.
+
+        Args:
+            computed: the rows whose prompts are completed in this round.
+        """
+        completed = {row.group for row in computed}
+        return CacheState(tuple(self.rows), tuple(self.groups), self.store, completed)
+
+    def seat(self, row: Row, decision: Decision) -> bool:
+        """Gives the row its slot, and the place of its stored prompt; returns False if it waits."""
+        self.store, slot = decision.store, decision.slot
+        if slot is None:
+            return False
+        kept = len(decision.kept.rows)
+        del self.rows[kept:], self.groups[kept:]
+        if slot == kept:
+            self.rows.append(None)
+            self.groups.append(NO_GROUP)
+        self.rows[slot], row.slot = row, slot
+        row.prefix = self.store.prefixes.get(row.group)
+        copied = decision.source is not None
+        self.groups[slot] = row.group if copied else NO_GROUP
+        return True
+
+    def fill(self, row: Row, most: int) -> PrefillChunk:
+        """Returns the next chunk of the row's prompt, of at most so many tokens."""
+        start, length = self.filled, row.entry_length - 1
+        self.filled = min(start + most, length)
+        self.filling = row if self.filled < length else None
+        if self.filling is None and row.prefix is None:
+            self.groups[row.slot] = row.group
+        return PrefillChunk(row, row.slot, start, self.filled)
+
+    def rode(self, chunk: PrefillChunk) -> None:
+        """Notes that a round's pass has computed a chunk of the prompt."""
+        self.filled = chunk.stop
+
+    def leave(self, row: Row, is_last: bool) -> None:
+        """Takes a row out of its slot if it has one, and gives up a prompt that nobody needs.
+
+        Args:
+            row: the row.
+            is_last: True if no other row of its group waits or runs.
+        """
+        if row in self:
+            self.rows[row.slot] = None
+        if is_last or row is self.filling:  # the prompt is not complete
+            self.store = self.store.without([row.group])
+        if row is self.filling:
+            self.filling = None
+
+    def forget(self, slot: int) -> None:
+        """Notes that the slot no longer holds a complete prompt."""
+        self.groups[slot] = NO_GROUP
+
+    def forget_groups(self, groups: Collection[int]) -> None:
+        """Notes that neither slots nor the store hold the prompts of these groups any longer."""
+        self.store = self.store.without(groups)
+        self.groups = [NO_GROUP if group in groups else group for group in self.groups]
+
+    def compact(self) -> list[Move]:
+        """Closes the gaps between the rows whose prompts are complete; returns the moves."""
+        moves = []
+        while None in self.rows:
+            hole = self.rows.index(None)
+            last = max((row.slot for row in self.running), default=-1)
+            if last < hole:
+                break
+            row = self.rows[last]
+            assert row is not None
+            self.rows[hole], self.rows[last] = row, None
+            self.groups[hole], row.slot = self.groups[last], hole
+            moves.append(Move(row, last, hole))
+        while self.rows and self.rows[-1] is None:
+            del self.rows[-1], self.groups[-1]
+        return moves

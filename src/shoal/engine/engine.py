@@ -375,7 +375,7 @@ class Engine:
         It is possible where Python would take as long as the passes (`shoal.engine.multi_step`).
         """
         scheduler = self.scheduler
-        if self._multi_step is None or any(lengths) or scheduler.prefilling:
+        if self._multi_step is None or any(lengths) or scheduler.slots.filling:
             return None
         run = self._multi_step.run(rows, may_change=bool(scheduler.waiting))
         if run is None:

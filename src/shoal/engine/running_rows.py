@@ -291,7 +291,7 @@ class Batch:
                     row.slot, 0 if failed else self.target.cache.lengths[row.slot]
                 )
                 if failed:
-                    self.scheduler.forget(row.slot)
+                    self.scheduler.slots.forget(row.slot)
 
 
 class PlainRows:

@@ -25,29 +25,16 @@ holds while no row runs if any row has a deadline, as deadlines are checked betw
 
 from __future__ import annotations
 
-import itertools
-import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.engine.admission import (
-    CacheState,
-    Decision,
-    Fits,
-    Prefixes,
-    PrefixStore,
-    decide,
-    find_prompt,
-)
-from shoal.engine.waiting import Deadlines, Fairness, Waiting
+from shoal.engine.admission import Fits, Prefixes, SlotRows, decide, find_prompt
+from shoal.engine.waiting import Deadlines, Fairness, GroupSizes, Waiting
 from shoal.errors import RequestError
 from shoal.types.requests import Row
-from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, ScheduledRound
+from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, ScheduledRound
 
-NO_GROUP = -1
-"""The group of a slot that holds no complete prompt."""
 CHUNK = 512
 """The most prompt tokens between two rounds.
 
@@ -66,6 +53,7 @@ class Scheduler:
     A round takes no time for rows that wait.
 
     Attributes:
+        slots: the rows in slots, and the prompts in the caches.
         capacity: the most rows in slots at any time.
         waiting: the rows without a slot.
         fairness: decides whose rows go first, and which of them pause.
@@ -101,44 +89,25 @@ class Scheduler:
         for name, value in (("max_batch", self.capacity), ("chunk", self.chunk)):
             if value < 1:
                 raise RequestError(f"{name} must be >= 1, got {value}")
-        self._slots: list[Row | None] = []
-        self._slot_groups: list[int] = []  # the group of the complete prompt in each slot
-        self._store = PrefixStore(self.prefix_sharing)
+        self.slots = SlotRows(self.prefix_sharing)
         self._deadlines = Deadlines()
-        self._group_sizes: Counter[int] = Counter()  # rows in slots or the queue
-        self._prefilling: Row | None = None
-        self._prefilled = 0
-        self._calls = itertools.count()
-        self._paused = itertools.count(NO_GROUP - 1, -1)
-
-    @property
-    def in_slots(self) -> list[Row]:
-        """The rows in slots, in slot order."""
-        return [row for row in self._slots if row is not None]
+        self._groups = GroupSizes()
 
     @property
     def running(self) -> list[Row]:
         """The rows in slots whose prompts are complete."""
-        return [row for row in self._slots if row is not None and row is not self._prefilling]
-
-    @property
-    def prefilling(self) -> bool:
-        """True if a prompt is not complete yet."""
-        return self._prefilling is not None
+        return self.slots.running
 
     @property
     def idle(self) -> bool:
         """True if no row waits, and none is in a slot."""
-        return not self.waiting and not any(self._slots)
+        return not self.waiting and not self.slots.taken
 
     def add(self, rows: Sequence[Row]) -> None:
         """Adds the rows of one call to the queue, also while others run."""
-        call = next(self._calls)
-        for row in rows:
-            row.call = call
+        self._groups.enter(rows)
         self.waiting.add(rows)
         self.fairness.enter(rows)
-        self._group_sizes.update(row.group for row in rows)
         self._deadlines.add(rows)
 
     def remove(self, rows: Iterable[Row]) -> None:
@@ -146,52 +115,33 @@ class Scheduler:
         for row in rows:
             if row in self.waiting:
                 self.waiting.remove(row)
-            elif 0 <= row.slot < len(self._slots) and self._slots[row.slot] is row:
-                self._slots[row.slot] = None
-            else:
+            elif row not in self.slots:
                 continue
             self._deadlines.discard(row)
             self.fairness.leave(row)
-            self._leave_group(row)
+            self.slots.leave(row, self._groups.leave(row))
 
     def to_pause(self) -> Row | None:
         """Returns the row that is to give its slot to a waiting one; None = no row.
 
         See `shoal.engine.waiting`.
         """
-        if not self.waiting or self._prefilling is not None or None in self._slots:
+        if not self.waiting or self.slots.filling is not None or None in self.slots.rows:
             return None
         return self.fairness.to_pause(self.running, self.waiting.calls)
 
     def pause(self, row: Row) -> None:
         """Moves a running row from its slot back to the queue."""
-        self._slots[row.slot] = None
-        self._leave_group(row)
-        row.pause(next(self._paused))
-        row.prefix = None
-        self._group_sizes[row.group] = 1
+        self.slots.leave(row, self._groups.leave(row))
+        self._groups.pause(row)
         self.waiting.put_back(row)
 
     def put_back(self, row: Row) -> None:
         """Adds a row again that was removed, and has no new tokens; it goes first of its call."""
         self.waiting.put_back(row)
         self.fairness.enter([row])
-        self._group_sizes[row.group] += 1
+        self._groups.come_back(row)
         self._deadlines.add([row])
-
-    def _leave_group(self, row: Row) -> None:
-        self._group_sizes[row.group] -= 1
-        is_last = not self._group_sizes[row.group]
-        if is_last:
-            del self._group_sizes[row.group]
-        if is_last or row is self._prefilling:  # the prompt is not complete
-            self._store = self._store.without([row.group])
-        if row is self._prefilling:
-            self._prefilling = None
-
-    def forget(self, slot: int) -> None:
-        """Notes that the slot no longer holds a complete prompt."""
-        self._slot_groups[slot] = NO_GROUP
 
     def refuse(self, round_: ScheduledRound) -> list[Row]:
         """Removes the rows that a round admits or goes on prefilling, with their prompts.
@@ -200,15 +150,14 @@ class Scheduler:
             These rows.
         """
         groups = {chunk.row.group for chunk in round_.chunks}
-        self._store = self._store.without(groups)
-        self._slot_groups = [NO_GROUP if group in groups else group for group in self._slot_groups]
+        self.slots.forget_groups(groups)
         refused = list(
             dict.fromkeys(
                 [*(a.row for a in round_.admissions), *(chunk.row for chunk in round_.chunks)]
             )
         )
         for row in refused:
-            self.forget(row.slot)
+            self.slots.forget(row.slot)
         self.remove(refused)
         return refused
 
@@ -227,53 +176,40 @@ class Scheduler:
         admissions: list[Admission] = []
         chunks: list[PrefillChunk] = []
         budget = self.chunk if self.running or self._deadlines else sys.maxsize
-        if self._prefilling is not None:
-            budget -= self._prefill(self._prefilling, budget, chunks)
-        free = self._free() if self.waiting and self._prefilling is None else 0
-        while self.waiting and self._prefilling is None and free > len(admissions):
+        slots = self.slots
+        if slots.filling is not None:
+            budget -= self._prefill(slots.filling, budget, chunks)
+        free = self._free() if self.waiting and slots.filling is None else 0
+        while self.waiting and slots.filling is None and free > len(admissions):
             admission = self._admit(budget, [chunk.row for chunk in chunks])
             if admission is None:
                 break
             admissions.append(admission)
             if admission.origin is PromptOrigin.COMPUTE:
-                self._prefilled = admission.restored
+                slots.filled = admission.restored
                 budget -= self._prefill(admission.row, budget, chunks)
         return self.close_up(admissions, chunks)
 
     def _free(self) -> int:
         """Returns the number of rows that may join those in slots."""
-        rows = self.in_slots
-        return self.rows_now(len(rows), len(self.waiting), self._seconds_per_token(rows)) - len(
-            rows
-        )
-
-    def _seconds_per_token(self, rows: Sequence[Row]) -> float:
-        """Returns the least time budget per token of these rows and the next.
-
-        Returns infinity if none has a deadline.
-        """
-        if not self._deadlines:
-            return math.inf
-        limits = [row.request.limits for row in (*rows, next(iter(self.waiting)))]
-        return min(
-            math.inf if each.time_budget is None else each.time_budget / each.max_new_tokens
-            for each in limits
-        )
+        rows = self.slots.taken
+        seconds = self._deadlines.seconds_per_token((*rows, next(iter(self.waiting))))
+        return self.rows_now(len(rows), len(self.waiting), seconds) - len(rows)
 
     def close_up(
         self, admissions: Sequence[Admission] = (), chunks: Sequence[PrefillChunk] = ()
     ) -> ScheduledRound:
         """Returns a round of the running rows, with the moves that close the gaps between them."""
-        slots = len(self._slots)
-        moves = self._compact()
+        slots = len(self.slots.rows)
+        moves = self.slots.compact()
         return ScheduledRound(
             self.running,
             admissions,
             chunks,
             moves=moves,
-            prefilling=self._prefilling,
+            prefilling=self.slots.filling,
             slots=slots,
-            prefixes=self._store.prefixes,
+            prefixes=self.slots.store.prefixes,
         )
 
     def release_free_slots(self) -> ScheduledRound:
@@ -282,40 +218,33 @@ class Scheduler:
         The caches may then be trimmed to the size of the rows in slots. Returns the round of
         `close_up`.
         """
-        for slot, row in enumerate(self._slots):
+        for slot, row in enumerate(self.slots.rows):
             if row is None:
-                self.forget(slot)
-        return replace(self.close_up(), slots=len(self._slots))
+                self.slots.forget(slot)
+        return replace(self.close_up(), slots=len(self.slots.rows))
 
     def _prefill(self, row: Row, most: int, chunks: list[PrefillChunk]) -> int:
         """Adds the next chunk of the row's prompt; returns the number of its tokens.
 
         A chunk that can ride is not added: the round's pass takes it along.
         """
-        start, length = self._prefilled, row.entry_length - 1
-        if row is self._prefilling or length - start > most:
-            self._prefilling = row
+        slots = self.slots
+        if row is slots.filling or row.entry_length - 1 - slots.filled > most:
+            slots.filling = row
             if self.riding() is not None:
                 return 0
-        self._prefilled = min(start + most, length)
-        self._prefilling = row if self._prefilled < length else None
-        if self._prefilling is None and row.prefix is None:
-            self._slot_groups[row.slot] = row.group
-        chunks.append(PrefillChunk(row, row.slot, start, self._prefilled))
-        return self._prefilled - start
+        chunk = slots.fill(row, most)
+        chunks.append(chunk)
+        return chunk.stop - chunk.start
 
     def riding(self) -> PrefillChunk | None:
         """Returns the chunk that is to ride in the pass of the running rows; None = none is."""
-        row, stop = self._prefilling, self._prefilled + RIDING
+        row, stop = self.slots.filling, self.slots.filled + RIDING
         if row is None or row.prefix is not None or stop >= row.entry_length - 1:
             return None
         if not self.running or not self.carries():
             return None
-        return PrefillChunk(row, row.slot, self._prefilled, stop)
-
-    def rode(self, chunk: PrefillChunk) -> None:
-        """Notes that a pass has computed the chunk of `riding`."""
-        self._prefilled = chunk.stop
+        return PrefillChunk(row, row.slot, self.slots.filled, stop)
 
     def _admit(self, budget: int, computed: Sequence[Row]) -> Admission | None:
         """Gives a slot to the next row of the queue; returns None if the row waits.
@@ -324,13 +253,9 @@ class Scheduler:
             budget: the tokens that may still be computed in this round.
             computed: the rows whose prompts are completed in it.
         """
-        row = self.waiting.first(self.fairness.first(self.waiting.calls), self._cached_groups())
-        state = CacheState(
-            tuple(self._slots),
-            tuple(self._slot_groups),
-            self._store,
-            {other.group for other in computed},
-        )
+        call, groups = self.fairness.first(self.waiting.calls), self.slots.replaceable_groups
+        row = self.waiting.first(call, groups)
+        state = self.slots.state(computed)
         known = 0
         if self.kept is not None and find_prompt(row, state)[0] is PromptOrigin.COMPUTE:
             known = self.kept.known(row)
@@ -345,57 +270,10 @@ class Scheduler:
             must_fit=self.memory_reserved,
             known=known,
         )
-        self._store = decision.store
-        if decision.slot is None:
+        if not self.slots.seat(row, decision):
             return None
         self.waiting.remove(row)
-        self._seat(row, decision, decision.slot)
         restored = known if decision.origin is PromptOrigin.COMPUTE else 0
         if not row.paused_at:
             row.restored = restored
         return Admission(row, decision.origin, decision.source, restored)
-
-    def _seat(self, row: Row, decision: Decision, slot: int) -> None:
-        """Gives the row its slot, and the place of its stored prompt."""
-        kept = len(decision.kept.rows)
-        del self._slots[kept:], self._slot_groups[kept:]
-        if slot == kept:
-            self._slots.append(None)
-            self._slot_groups.append(NO_GROUP)
-        self._slots[slot], row.slot = row, slot
-        row.prefix = self._store.prefixes.get(row.group)
-        copied = decision.source is not None
-        self._slot_groups[slot] = row.group if copied else NO_GROUP
-
-    def _cached_groups(self) -> list[int]:
-        """Returns the groups whose prompts the next admissions may replace.
-
-        These are the prompts in free slots and in the prefix store.
-        """
-        free = [
-            group for row, group in zip(self._slots, self._slot_groups, strict=True) if row is None
-        ]
-        return [*free, *self._store.prefixes]
-
-    def _compact(self) -> list[Move]:
-        moves = []
-        while None in self._slots:
-            hole = self._slots.index(None)
-            last = max(
-                (
-                    i
-                    for i, row in enumerate(self._slots)
-                    if row is not None and row is not self._prefilling
-                ),
-                default=-1,
-            )
-            if last < hole:
-                break
-            row = self._slots[last]
-            assert row is not None
-            self._slots[hole], self._slots[last] = row, None
-            self._slot_groups[hole], row.slot = self._slot_groups[last], hole
-            moves.append(Move(row, last, hole))
-        while self._slots and self._slots[-1] is None:
-            del self._slots[-1], self._slot_groups[-1]
-        return moves

@@ -79,7 +79,7 @@ class Rides:
 
     def _note(self, chunk: PrefillChunk) -> None:
         self.tokens, self._computed = chunk.stop - chunk.start, chunk
-        self._batch.scheduler.rode(chunk)
+        self._batch.scheduler.slots.rode(chunk)
         stats = self._batch.stats
         stats.prefill_chunks += 1
         stats.fused_chunks += 1
@@ -212,7 +212,7 @@ class Stages:
         rows that wait.
         """
         scheduler = self._batch.scheduler
-        if self._target.captures is None or self._batch.guides or scheduler.prefilling:
+        if self._target.captures is None or self._batch.guides or scheduler.slots.filling:
             return False
         if not self._lookahead.steady:
             return False

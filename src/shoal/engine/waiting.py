@@ -14,6 +14,8 @@ least counter of the present calls, so that a call gains no advantage by earlier
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
@@ -130,6 +132,40 @@ class Turns:
         return next((other for other in found if other is not None), row)
 
 
+class GroupSizes:
+    """The rows that wait or run: how many each group has, and the numbers of their calls."""
+
+    def __init__(self) -> None:
+        self.sizes: Counter[int] = Counter()
+        self._calls = itertools.count()
+        self._paused = itertools.count(-2, -1)  # no group of a request, and not `NO_GROUP`
+
+    def enter(self, rows: Sequence[Row]) -> None:
+        """Adds the rows of a call, and gives them its number."""
+        call = next(self._calls)
+        for row in rows:
+            row.call = call
+        self.sizes.update(row.group for row in rows)
+
+    def come_back(self, row: Row) -> None:
+        """Adds a row again that has left."""
+        self.sizes[row.group] += 1
+
+    def pause(self, row: Row) -> None:
+        """Adds a row that has left as the only one of a new group."""
+        row.pause(next(self._paused))
+        row.prefix = None
+        self.sizes[row.group] = 1
+
+    def leave(self, row: Row) -> bool:
+        """Removes a row; returns True if it was the last one of its group."""
+        self.sizes[row.group] -= 1
+        if self.sizes[row.group]:
+            return False
+        del self.sizes[row.group]
+        return True
+
+
 class Deadlines:
     """A heap of the rows with a deadline.
 
@@ -153,6 +189,16 @@ class Deadlines:
                 self._added += 1  # equal deadlines: in the order in which they were added
                 heappush(self._heap, (row.deadline, self._added, row))
                 self._rows.add(row)
+
+    def seconds_per_token(self, rows: Iterable[Row]) -> float:
+        """Returns the least time budget per token of these rows; infinity if none has a deadline."""
+        if not self._rows:
+            return math.inf
+        limits = [row.request.limits for row in rows]
+        return min(
+            math.inf if each.time_budget is None else each.time_budget / each.max_new_tokens
+            for each in limits
+        )
 
     def discard(self, row: Row) -> None:
         """Removes the row, if it was added."""

@@ -155,7 +155,7 @@ def drafter(
     then by the target.
 
     Says after each stage which share of its drafts is accepted.
-    Ctrl-C stops it: the weights trained so far can be used, and the same command goes on from there.
+    Ctrl-C stops it: the weights so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
     documents = listed_documents(corpus or [])
@@ -190,7 +190,7 @@ def medusa(
 ) -> None:
     """Medusa heads, for `--draft medusa:DIR`.
 
-    Ctrl-C stops it: the weights trained so far can be used, and the same command goes on from there.
+    Ctrl-C stops it: the weights so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
 
@@ -224,7 +224,7 @@ def eagle3(
 ) -> None:
     """EAGLE-3 heads, for `--draft eagle3:DIR`.
 
-    Ctrl-C stops it: the weights trained so far can be used, and the same command goes on from there.
+    Ctrl-C stops it: the weights so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
 
@@ -255,7 +255,7 @@ def ppd(
     """Prompt tokens of PPD, for `--draft ppd:DIR`: vectors by which the target itself guesses
     further ahead.
 
-    Ctrl-C stops it: the weights trained so far can be used, and the same command goes on from there.
+    Ctrl-C stops it: the weights so far can be used, and the same command goes on from there.
     """
     source, prompts = task.checked()
 

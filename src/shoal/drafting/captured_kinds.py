@@ -240,7 +240,7 @@ class RoundKinds:
                     model.passes.built[kind] += 1
         return rounds[kind]
 
-    # ── failures ────────────────────────────────────────────────────────────────────────────────────
+    # ── failures ──────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, error: Exception) -> str:
         """Gives up the kind that was asked for last, or all captures if memory was short.

@@ -36,7 +36,7 @@ class DraftSlots:
 
     Attributes:
         runner: the draft model.
-        kept: keeps prompts of this model for later rows that begin alike; None = nothing does.
+        kept: the memory of prompts for later rows that begin alike; None = none are kept.
         seconds: the seconds spent on prompts so far.
         computes_prompts: True if prompts are computed here, so that they may be kept.
     """

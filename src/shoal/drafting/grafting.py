@@ -11,12 +11,12 @@ from point masses, and it is exact: with p for the rest that earlier draws have 
 is accepted with probability p(x), and p without x is left for later draws. The presence of such a
 node may depend on all that the model drew, as long as its verification uses other random numbers.
 
-Where one token alone can follow in a grammar, it is drafted for nothing. Forced tokens follow the
-last ones of any other drafter's proposal, or replace tokens of it that were chosen without a
-distribution and that the grammar refuses. They are point masses and functions of the tokens before
-them on their path, so every rule verifies them, and the output has the target's distribution. A
-text has several tokenizations. llguidance's masks allow the tokenizer's own where the text is
-certain, so that the target accepts it.
+Where a grammar leaves one token only, that token is drafted, and no model has to be asked. Forced
+tokens follow the last ones of any other drafter's proposal, or replace tokens of it that were
+chosen without a distribution and that the grammar refuses. They are point masses and functions of
+the tokens before them on their path, so every rule verifies them, and the output has the target's
+distribution. A text has several tokenizations. llguidance's masks allow the tokenizer's own where
+the text is certain, so that the target accepts it.
 
 Of several text drafters that may propose for a row, one is chosen by the acceptance of the first
 tokens of each.

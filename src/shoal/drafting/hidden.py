@@ -19,8 +19,8 @@ from shoal.types.schedule import PrefillChunk
 def kept(scores: Scores, verdict: Verdict) -> list[Tensor]:
     """Returns the hidden states of each row's last token and of its accepted nodes.
 
-    They have shape [accepted + 1, features]. These are all tokens of the row since the round
-    before, without the token that the round added without feeding it.
+    They have shape [accepted + 1, features]. The token that the round added behind them has no
+    state yet: it is fed in the next round.
     """
     hidden = _hidden(scores)
     paths, _ = verdict.lists

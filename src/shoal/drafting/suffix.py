@@ -221,9 +221,9 @@ class Match(Protocol):
 def likeliest(place: Match, least: int) -> Iterator[tuple[int, float, Match]]:
     """Yields the tokens that have followed the longest match, the most frequent first.
 
-    Of equally frequent tokens the last first seen comes first. The probability of c occurrences in
-    n, after a match of m tokens, is c / (n + UNSEEN) * m / (m + 1). Short matches are often by
-    chance.
+    Of equally frequent tokens, the one that was first seen latest comes first. The probability of c
+    occurrences in n, after a match of m tokens, is c / (n + UNSEEN) * m / (m + 1). Short matches
+    are often by chance.
     """
     place = place.continued()
     if place.length < least:

@@ -239,7 +239,7 @@ class _Ends:
         self.lengths = [len(guess.confidence) for guess in guesses]
 
     def asked(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
-        """Asks with the higher confidence of the last drafter's and of the guess, for each row."""
+        """Asks `stop` with the higher of two confidences: the last drafter's, and the guess's."""
         assert self._stop is not None
         sure = [
             max(
@@ -253,7 +253,7 @@ class _Ends:
         return ends
 
     def finish(self, position: int) -> int:
-        """Asks on from a position for the guesses alone.
+        """Goes on asking, from a position on, for the guesses alone.
 
         Returns:
             The number of positions that were looked at in all.
@@ -267,7 +267,7 @@ class _Ends:
 
 
 def _of_rounds(inputs: DraftInputs) -> Tensor:
-    """Returns uniforms that no other round has, and no verification of drafts uses.
+    """Returns uniforms of this round alone, which no verification of drafts reads.
 
     They have the shape of the round's uniforms. They are needed because a node may be joined to a
     chain depending on later tokens of the chain (`shoal.sampling.uniforms.tree_uniforms`).

@@ -29,7 +29,7 @@ class Stopwatch:
         self.between: float | None = None
 
     def planned(self) -> None:
-        """Notes that the round is planned; a later call counts, if there is one."""
+        """Notes that the round is planned; the last call of a round counts."""
         self.planning = self._clock() - self._last
 
     def lap(self) -> None:
@@ -50,7 +50,7 @@ class Stopwatch:
         self._last = now
 
     def timed(self, stop: Stop) -> Stop:
-        """Returns a `stop` that notes the times of its calls."""
+        """Returns a function that calls `stop` and notes the times of the calls."""
 
         def asked(position: int, confidence: Sequence[float]) -> Sequence[int]:
             now = self._clock()
@@ -82,7 +82,7 @@ def count_round(
         target: the target's passes and the seconds in them.
         drafter: the drafter's work.
         name: the name of the engine's drafter.
-        rounds: the number of rounds; of several, each row has as many as it has tokens.
+        rounds: the number of rounds; in a run of several, each row has as many rounds as tokens.
     """
     drafted, accepted = sum(map(len, tree.drafts)), sum([done.accepted for done in commits])
     committed = sum([len(done.tokens) for done in commits])

@@ -250,8 +250,8 @@ class Detokenizer:
             spelled = self._marked if is_marked else None
             own, start = (self.text, before) if spelled is None else (spelled.text, marked)
             within, unstopped = own + held_back, self._rules.passages[is_marked]
-            # No special token writes text that the user has already, so `visible_from` counts alike in
-            # both texts.
+            # No special token writes text that the user has already, so `visible_from` counts
+            # alike in both texts.
             at = within.find(stop, max(self.visible_from, start - len(stop) + 1))
             while at >= 0 and unstopped.cover(within, len(own), at, at + len(stop)):
                 at = within.find(stop, at + 1)

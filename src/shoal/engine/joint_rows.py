@@ -27,11 +27,11 @@ its further tokens have the law of c'. A row without new tokens just begins by c
 the law of p without all texts that were drawn before it, and neither the lengths of rounds nor the
 order in which rows end matter.
 
-Weights are those of Des Raj 1956. A text has the weight 1 - S, with S the probability of the texts
-before, which makes it a sample of all that was left, and its own probability once for each row
-behind it, as that row leaves it out. Under constraints both are multiplied by the weight of
-`exact=True`. Averages over all rows of a request are unbiased; without constraints the weights have
-the mean 1.
+Weights are those of Des Raj 1956, a sum of two parts. Let S be the probability of all texts that
+were drawn before a text. The first part is 1 - S: the text is a sample of the share that was left.
+The second part is the text's own probability, once for each row behind it: such a row draws from
+the share without this text. Under constraints both are multiplied by the weight of `exact=True`.
+Averages over all rows of a request are unbiased; without constraints the weights have the mean 1.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Tell = Callable[[Sequence[tuple[Row, Row]]], None]
 
 
 class Slots(Protocol):
-    """A cache, as far as copies of rows need it (`shoal.models.cache.SlotCache`)."""
+    """The part of a cache that copies of rows use (`shoal.models.cache.SlotCache`)."""
 
     lengths: list[int]
 
@@ -200,9 +200,9 @@ def _log_weight(row: Row, left: float, behind: int) -> float:
 
 
 def _rejected(row: Row, others: Iterable[Row]) -> Iterator[Row]:
-    """Takes the text of a row away; returns those that begin again of the rows behind it.
+    """Takes the text of a row out of the trie; yields the rows behind it that begin again.
 
-    The last one comes first, so that in the queue it is behind the others.
+    The last row is yielded first: each one goes to the head of the queue.
     """
     running = [
         (other, other.beginning.estimate)

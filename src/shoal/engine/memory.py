@@ -205,10 +205,10 @@ class Memory:
         self._reserved = need if tokens else 0
 
     def prepare(self, slots: int, tokens: int) -> bool:
-        """Sizes the caches for rows before there are any; returns True if it has done it.
+        """Sizes the caches before there are rows; returns True if they were sized.
 
-        It is done only if that takes at most half of the memory: rows of another shape must find
-        room as well.
+        They are sized only if they then take at most half of the memory: rows of another shape must
+        find room as well.
 
         Args:
             slots: the number of rows.
@@ -299,7 +299,7 @@ def _attached(
 ) -> list[KeyValueMemory]:
     """Attaches a drafter to an engine's target; returns the keys and values of all models.
 
-    Those of the target and of its guides, which hold as many tokens, are the first.
+    The target and its guides, which hold the same tokens, come first.
     """
     first: KeyValueMemory = target.memory
     if guides:

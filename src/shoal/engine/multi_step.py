@@ -149,7 +149,7 @@ class MultiStep:
     def _steps(
         self, rows: Sequence[Row], slots: Sequence[int], raw: Tensor
     ) -> Callable[[], DraftedStep | None] | None:
-        """Returns the rounds of a run as steps by the kernels in C; None if C does not know them.
+        """Returns the rounds of a run as steps by the kernels in C; None if the kernels lack one.
 
         Args:
             raw: receives the natural logs of the tokens' probabilities, [rounds, rows].

@@ -57,8 +57,8 @@ class Rides:
     def feed(self, slots: Sequence[int], block: Block) -> Tensor:
         """Appends a block to the rows that run, and the next chunk of a prompt if one can ride.
 
-        If the pass fails, it is computed without the chunk, and no other chunk rides: passes of
-        their own say whose prompt has failed.
+        If the pass fails, it is computed without the chunk, and no other chunk rides: prompts are
+        then computed in passes of their own, which show whose prompt has failed.
 
         Returns:
             The logits of the block.
@@ -86,7 +86,7 @@ class Rides:
         stats.prefill_tokens += self.tokens
 
     def keep_pace(self, *, drafting: bool) -> None:
-        """Begins a round: the drafter and the guides compute the chunk of the one before.
+        """Begins a round: the drafter and the guides compute the chunk that rode in the last one.
 
         Args:
             drafting: True if the drafter computes long prompts along with the target.
@@ -208,8 +208,9 @@ class Stages:
     def _goes_on(self, rows: Sequence[Row]) -> bool:
         """Returns True if the next round may be launched before the verdict of this one is known.
 
-        Its rows are then these, unless one ends: no row joins. Every other round makes room for
-        rows that wait.
+        No row must join the next round, so that its rows are those of this one without those that
+        end. While rows wait for free slots, a round that was launched ahead is followed by one that
+        is not, which lets them join.
         """
         scheduler = self._batch.scheduler
         if self._target.captures is None or self._batch.guides or scheduler.slots.filling:

@@ -3,7 +3,7 @@
 Pure Python; choosing the next row takes no time for the other rows, and asking for deadlines none
 for rows that have time left.
 
-While calls compete, each gets tokens by its weight, not by its rows. Pure Python. Each call has a
+While calls compete, each gets tokens by its weight, not by its rows. Each call has a
 counter of the tokens that its rows have committed, divided by its weight (the weighted virtual
 token counter of Sheng et al., OSDI 2024, arXiv 2401.00588); without weights all calls get the same
 number. The call with the least counter admits the next row. A call whose counter is more than
@@ -191,7 +191,7 @@ class Deadlines:
                 self._rows.add(row)
 
     def seconds_per_token(self, rows: Iterable[Row]) -> float:
-        """Returns the least time budget per token of these rows; infinity if none has a deadline."""
+        """Returns the least time budget per token of these rows; infinity without deadlines."""
         if not self._rows:
             return math.inf
         limits = [row.request.limits for row in rows]

@@ -1,8 +1,8 @@
 """Grammars of forced calls in the forms of `written_calls`: arguments in the model's own
 form, bound by the tool's schema.
 
-A call that `written_calls` reads back is valid by the schema: a text that it would read as a value of
-another type is left out where it would be none. Arguments that a tool does not list are not
+A call that `written_calls` reads back is valid by the schema: a text that it would read as a value
+of another type is left out where it would be none. Arguments that a tool does not list are not
 written. A schema whose words cannot be told in such a form is refused here by None.
 """
 

@@ -128,7 +128,7 @@ _COMPLETING = (
     "%s|x%s|%s;|x%s;|x()%s|x()%s;|%s {}|x%s {}|x() {}%s|\"%s|\"%s;|'%s|'%s;|`%s|%s`|`%s;|%s`;|"
     "*/%s|*/ x%s;|: x%s|: x%s;|= x%s|= x%s;| of x%s {}|if %s|\n%s|\n;%s"
 ).split("|")
-"""Texts that may complete the constructs open at a cursor, with the brackets that are missing for %s."""
+"""Texts that may complete open constructs at a cursor; %s stands for the missing brackets."""
 _BRACKET = re.compile(r"[()\[\]{}]")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _OPENING = {closing: opening for opening, closing in _CLOSING.items()}

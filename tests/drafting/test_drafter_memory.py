@@ -31,7 +31,7 @@ from shoal.drafting.medusa import MedusaDrafter
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter, TrigramDrafter
 from shoal.drafting.other_vocabulary import OwnMemory
-from shoal.drafting.protocol import Drafter, DraftInputs, Keeps
+from shoal.drafting.protocol import Drafter, Keeps
 from shoal.drafting.recycling import RecyclingDrafter
 from shoal.drafting.reduced_cache import ReducedCacheDrafter
 from shoal.drafting.suffix import SuffixDrafter
@@ -102,10 +102,10 @@ def test_a_table_of_what_the_target_said_takes_what_is_counted(kind: type[Recycl
     row.tokens = row.tokens[-400:]
     logits = torch.randn(1, 400, VOCABULARY + 1000)
     scores: Any = SimpleNamespace(positions=Positions([row], [row.tokens[1:]]), logits=logits)
-    inputs = DraftInputs([row], [1], torch.zeros(1, 2), lambda q, u: u)
 
     def hear() -> None:
-        drafter.guesses(inputs)
+        drafter.begin([row])
+        drafter.read([row])
         drafter.observe([row], scores, None)  # type: ignore[arg-type]
 
     hear()  # what torch makes once

@@ -5,9 +5,12 @@ Tests of: drafting.automaton, drafting.recycling, drafting.ngram, drafting.text,
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import tracemalloc
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,26 +19,31 @@ import torch
 
 from by_pairs import by_pairs
 from drafts import V, decoded, decoded_plainly, group, heard, leave, passes_of, proposed, row
+from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting.automaton import ROOT, Place, SuffixAutomaton
+from shoal.drafting.draft import read_draft
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.ngram import NGramDrafter, TrigramDrafter, copied
+from shoal.drafting.ngram import NGramDrafter, TrigramDrafter, Trigrams, copied
 from shoal.drafting.protocol import Drafter, DraftInputs
-from shoal.drafting.recycling import RecyclingDrafter
+from shoal.drafting.recycling import RecyclingDrafter, Successors
 from shoal.drafting.suffix import GrowingTexts, SuffixDrafter
 from shoal.drafting.sums import SumDrafter
 from shoal.drafting.text import TextDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import UnsupportedModel
 from shoal.lookahead.auto import Auto
-from shoal.lookahead.controller import Fixed
+from shoal.lookahead.controller import Controller, Fixed
 from shoal.lookahead.costs import PairCosts
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.sampling.scores import Scores
 from shoal.testing import tiny_model
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, mixed, scripted
-from shoal.types.requests import Request
+from shoal.types.requests import Request, Row
+from shoal.types.rounds import Outcome, Verdict
+from shoal.types.trees import Positions
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: ModelDrafter(scripted(mixed(hashed(V), hashed(V, 1)), V), V),
@@ -243,6 +251,7 @@ def test_the_most_probable_tokens_of_every_column_are_kept_and_the_last_decides(
         found = drafter._of(rows[0]).table[token]
         assert [following for following, _ in found] == logits[place].topk(3).indices.tolist()
         assert [sure for _, sure in found] == pytest.approx(probs[place].topk(3).values.tolist())
+    drafter.read(rows)
     assert drafter._of(rows[0]).table[5] == [(1, 0.3)]  # read in the prompt, and never heard of
 
 
@@ -253,6 +262,92 @@ def test_what_is_not_finite_is_passed_over() -> None:
     heard(drafter, rows, [[4]], logits)
     assert 4 not in drafter._of(rows[0]).table
     assert 1 in drafter._of(rows[0]).table
+
+
+class Every(Controller):
+    """Drafts in one round of each `rounds`."""
+
+    limit = 4
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds, self.count = rounds, 0
+
+    def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
+        self.count += 1
+        return [0 if self.count % self.rounds else min(self.limit, row.max_draft_length) for row in rows]
+
+    def learn(self, outcome: Outcome) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [RecyclingDrafter, TrigramDrafter])
+def test_plain_rounds_are_learned_from(kind: type[RecyclingDrafter]) -> None:
+    """As many of a controller's as there are: the table then has what the target says after every token that was fed."""
+    target = scripted(hashed(V, spread=3.0), V)
+    drafter = kind("engine", k=V, nodes=0)
+    engine = Engine(target, drafter, Every(1000), max_batch=4, rule=Coupled())
+    rows = engine.submit(Request((1, 2, 3), 3, Sampling(seed=4), Limits(max_new_tokens=9)))
+    while engine.step():
+        pass
+    assert engine.stats.drafted == 0
+    assert engine.stats.rounds == 9
+    (table,) = drafter._tables.values()
+    fed = [row.tokens[2:-1] for row in rows]
+    if isinstance(table, Successors):
+        assert set(table.table) == {token for tokens in fed for token in tokens}
+        assert all(abs(1 - sum(chance for _, chance in known)) < 1e-6 for known in table.table.values())
+    else:
+        assert isinstance(table, Trigrams)
+        pairs = [tuple(row.tokens[i - 1 : i + 1]) for row in rows for i in range(2, len(row.tokens) - 1)]
+        assert {pair: sum(table.table[pair].values()) for pair in pairs} == pytest.approx(Counter(pairs))
+
+
+def test_rows_that_become_others_are_heard_at_their_new_place() -> None:
+    rows, drafter = group(Request((5, 1), 2), [2, 3], [4, 6]), TrigramDrafter("engine", k=2, nodes=0)
+    drafter.begin(rows)
+    drafter.replace([(rows[0], rows[1])])
+    rows[0].become(rows[1], 7)
+    logits, nothing = torch.zeros(2, 1, 8), torch.zeros(2, dtype=torch.long)
+    drafter.observe(rows, Scores(logits, Positions(rows, [[], []])), Verdict(nothing, nothing, torch.ones(2, 1)))
+    (table,) = drafter._tables.values()
+    assert isinstance(table, Trigrams)
+    assert set(table.table) == {(4, 6), (6,)}
+
+
+@pytest.mark.parametrize("kind", [RecyclingDrafter, TrigramDrafter])
+@pytest.mark.parametrize("scope", ["row", "group", "engine", "model"])
+def test_a_table_lives_as_long_as_its_scope(scope: str, kind: type[RecyclingDrafter]) -> None:
+    """Of a model: over its engines, for the same options alone, and no longer than the model."""
+    target = scripted(hashed(V), V)
+
+    one, later = row(1, 2, 3), row(9, 2)
+    drafter = kind.for_target(target, scope=scope, k=3, nodes=0)
+    assert proposed(drafter, one, length=1) == [[]]
+    leave(drafter, one)
+    for k, model, knows in ((3, target, scope == "model"), (2, target, False), (3, scripted(hashed(V), V), False)):
+        again = kind.for_target(model, scope=scope, k=k, nodes=0)
+        assert proposed(again, later, length=1) == [[3] if knows else []]
+    kept = weakref.ref(drafter._tables[0]) if scope == "model" else None
+    del drafter, target, model
+    gc.collect()
+    assert kept is None or kept() is None
+
+
+@pytest.mark.parametrize("kind", ["recycling", "trigrams"])
+def test_a_second_call_drafts_from_the_first_and_a_seed_gives_the_same(kind: str) -> None:
+    """In float64. A call of two tokens drafts in its first round alone, where the first call has nothing to draft from."""
+    for scope, drafted in (("group", [0, 0]), ("model", [0, 2])):
+        model = Shoal(scripted(hashed(V, spread=3.0), V), drafting=read_draft(f"{kind}:scope={scope},nodes=0"))
+        calls = [model.generate([[1, 2, 3]], 2, seed=4, max_new_tokens=2, lookahead=3) for _ in range(2)]
+        assert [call.stats.drafted for call in calls] == drafted
+        plain, *found = (
+            [
+                sample.token_ids
+                for sample in model.generate([[1, 2, 3]], 2, seed=4, max_new_tokens=12, lookahead=k)[0].samples
+            ]
+            for k in ("off", 3, 3)
+        )
+        assert found == [plain] * 2
 
 
 @pytest.mark.parametrize("kind", [RecyclingDrafter, TrigramDrafter])

@@ -10,7 +10,7 @@ import torch
 
 from laws import P
 from shoal.config import Limits, Sampling
-from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.protocol import Drafter
 from shoal.drafting.recycling import RecyclingDrafter
 from shoal.drafting.text import TextDrafter
 from shoal.engine.engine import Engine
@@ -50,8 +50,8 @@ def leave(drafter: Drafter, *rows: Row, reason: str | None = "length") -> None:
 
 
 def heard(drafter: RecyclingDrafter, rows: Sequence[Row], drafts: Sequence[Sequence[int]], logits: torch.Tensor) -> None:
-    """A round in which the target says these logits of these drafts."""
-    drafter.propose(DraftInputs(rows, [1] * len(rows), torch.zeros(len(rows), 2), lambda q, u: u))
+    """A round in which the target says these logits of these drafts; none were asked of this drafter."""
+    drafter.begin(rows)
     nothing = torch.zeros(len(rows), dtype=torch.long)
     drafter.observe(rows, Scores(logits, Positions(rows, drafts)), Verdict(nothing, nothing, torch.ones(len(rows), 1)))
 

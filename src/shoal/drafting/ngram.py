@@ -15,7 +15,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -24,7 +24,7 @@ from math import log, sqrt
 from sys import getsizeof
 
 from shoal.drafting.protocol import Keeps
-from shoal.drafting.recycling import NUMBERS_BYTES, PLACE_BYTES, RecyclingDrafter
+from shoal.drafting.recycling import NUMBERS_BYTES, PLACE_BYTES, SHARED, RecyclingDrafter
 from shoal.drafting.text import (
     FLOOR,
     NOTHING,
@@ -142,28 +142,21 @@ class Trigrams:
     """The counts of tokens that followed.
 
     Attributes:
-        request: the request, held so that no other takes its identity.
-        left: the number of its rows that have left.
         table: context -> token -> count; the context that was updated last is the last.
-        read: the number of tokens read of each row.
     """
 
-    def __init__(self, request: Request, k: int, limit: int) -> None:
-        self.request, self.left, self._k, self._limit = request, 0, k, limit
+    def __init__(self, k: int, limit: int) -> None:
+        self._k, self._limit = k, limit
         self.table: dict[Context, dict[int, float]] = {}
-        self.read: dict[Row, int] = {}
 
-    def read_on(self, row: Row) -> int:
-        """Counts the new tokens of a row; returns their number."""
-        tokens, start = row.tokens, self.read.get(row, 1)
+    def read(self, tokens: Sequence[int], start: int) -> None:
+        """Counts the tokens of a text from `start` on."""
         for position in range(start, len(tokens)):
             self._add(
                 tuple(tokens[max(position - 2, 0) : position]),
                 tokens[position : position + 1],
                 (1.0,),
             )
-        self.read[row] = len(tokens)
-        return len(tokens) - start
 
     def hear(self, context: Context, tokens: Sequence[int], chances: Sequence[float]) -> None:
         """Adds the target's probabilities of the tokens after a context."""
@@ -180,17 +173,17 @@ class Trigrams:
         if len(self.table) > self._limit:
             self.table = dict(list(self.table.items())[-(self._limit // 2) :])
 
-    @property
-    def bytes(self) -> int:
-        """The memory that the table takes, in bytes, to a few percent.
+    def bytes(self, texts: Iterable[Sequence[int]]) -> int:
+        """Returns the memory that the table takes, in bytes, to a few percent.
 
-        The numbers of tokens that were read are elsewhere while their rows are here.
+        Args:
+            texts: texts that are kept elsewhere, whose numbers do not count.
         """
         known = self.table.values()
         tables = (
             getsizeof(self.table) + sum(map(getsizeof, self.table)) + sum(map(getsizeof, known))
         )
-        numbers = number_bytes((*self.table, *known), elsewhere=(row.tokens for row in self.read))
+        numbers = number_bytes((*self.table, *known), elsewhere=texts)
         return tables + COUNT_BYTES * sum(map(len, known)) + numbers
 
 
@@ -219,10 +212,10 @@ class TrigramDrafter(RecyclingDrafter):
         self._limit, self._playouts = limit, playouts
         counted = dict.fromkeys(range(2 * k), 0.0)
         most = PLACE_BYTES + getsizeof((0, 0)) + getsizeof(counted) + 2 * k * NUMBERS_BYTES
-        self.keeps = Keeps(2 * most, tokens=limit, always=most * limit if scope == "engine" else 0)
+        self.keeps = Keeps(2 * most, tokens=limit, always=most * limit if scope in SHARED else 0)
 
-    def _new(self, request: Request) -> Trigrams:
-        return Trigrams(request, self._k, self._limit)
+    def _new(self) -> Trigrams:
+        return Trigrams(self._k, self._limit)
 
     def guess(self, row: Row, length: int) -> Guess:
         table = self._of(row)

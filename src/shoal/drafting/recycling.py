@@ -6,20 +6,24 @@ Here the tree follows their probabilities in place of a fixed template, and toke
 read are successors from the start. Updates go from row to row and from the root of a tree down, so
 that of several nodes with the same token the last decides, in every run alike.
 
+The drafter hears every round, also those without drafts, which a controller may choose for long.
+
 Scopes: "row", a table for each row; "group", one for the rows of a request, the default; "engine",
-one for all rows.
+one for all rows; "model", one for all rows of all engines of the target. With the last one drafts,
+and so the shapes of passes, depend on earlier calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from sys import getsizeof
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
-from shoal.drafting.protocol import DraftInputs, Keeps
+from shoal.drafting.protocol import Keeps
 from shoal.drafting.text import Guess, TextDrafter, probable
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
@@ -27,6 +31,8 @@ from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict
 from shoal.types.trees import Positions
 
+SHARED = ("engine", "model")
+"""The scopes with one table for all rows."""
 READ = 0.3
 """The probability of a token that was read, without a probability from the target."""
 PAIR_BYTES = getsizeof((0, 0.0))
@@ -40,34 +46,24 @@ class Successors:
     """The tokens that may follow each token.
 
     Attributes:
-        request: the request, held so that no other takes its identity.
-        left: the number of its rows that have left.
         table: token -> successors and their probabilities, the most probable first.
-        read: the number of tokens read of each row.
     """
 
-    def __init__(self, request: Request, k: int) -> None:
-        self.request, self.left, self._k = request, 0, k
+    def __init__(self, k: int) -> None:
+        self._k = k
         self.table: dict[int, list[tuple[int, float]]] = {}
-        self.read: dict[Row, int] = {}
 
-    def read_on(self, row: Row) -> int:
-        """Reads the new tokens of a row as successors.
+    def read(self, tokens: Sequence[int], start: int) -> None:
+        """Reads the tokens of a text from `start` on as successors.
 
         A token that is no successor yet becomes one, with probability `READ`.
-
-        Returns:
-            The number of tokens read.
         """
-        tokens, table, start = row.tokens, self.table, self.read.get(row, 1)
         for position in range(start, len(tokens)):
-            known = table.setdefault(tokens[position - 1], [])
+            known = self.table.setdefault(tokens[position - 1], [])
             if all(token != tokens[position] for token, _ in known):
                 known.insert(0, (tokens[position], READ))
                 known.sort(key=lambda pair: -pair[1])
                 del known[self._k :]
-        self.read[row] = len(tokens)
-        return len(tokens) - start
 
     def hear(
         self, context: tuple[int, ...], tokens: Sequence[int], chances: Sequence[float]
@@ -75,9 +71,8 @@ class Successors:
         """Takes the target's most probable tokens after some tokens, of which the last counts."""
         self.table[context[-1]] = list(zip(tokens, chances, strict=True))
 
-    @property
-    def bytes(self) -> int:
-        """The memory that the table takes, in bytes, to a few percent.
+    def bytes(self, texts: Iterable[Sequence[int]]) -> int:
+        """Returns the memory that the table takes, in bytes, to a few percent.
 
         The numbers of tokens that were read are elsewhere.
         """
@@ -90,11 +85,8 @@ class Successors:
 class Table(Protocol):
     """A table of tokens that may follow, for a row, for the rows of a request, or for all rows."""
 
-    left: int
-    read: dict[Row, int]
-
-    def read_on(self, row: Row) -> int:
-        """Reads the new tokens of a row; returns their number."""
+    def read(self, tokens: Sequence[int], start: int) -> None:
+        """Reads the tokens of a text from `start` on."""
         ...
 
     def hear(
@@ -103,15 +95,26 @@ class Table(Protocol):
         """Takes the target's most probable tokens after some tokens, the last two of a text."""
         ...
 
-    @property
-    def bytes(self) -> int: ...
+    def bytes(self, texts: Iterable[Sequence[int]]) -> int:
+        """Returns the memory that the table takes, in bytes.
+
+        Args:
+            texts: texts that are kept elsewhere, whose numbers do not count.
+        """
+        ...
+
+
+Tables = dict[int, Table]
+"""Tables by the identity of a row or a request; one for all rows is at 0."""
+# By the options of the drafters: "model" is the scope that outlives an engine.
+_of_models: WeakKeyDictionary[Any, dict[tuple[Any, ...], Tables]] = WeakKeyDictionary()
 
 
 class RecyclingDrafter(TextDrafter):
     """A drafter that follows the tokens that the target found most probable.
 
     Args:
-        scope: "row", "group" or "engine".
+        scope: "row", "group", "engine" or, by `for_target`, "model".
         k: the number of successors of a token.
         nodes: the nodes of a tree; 0 = chains.
     """
@@ -123,51 +126,59 @@ class RecyclingDrafter(TextDrafter):
         self.max_nodes = nodes
         self._scope, self._k = scope, k
         self.keeps = Keeps(PLACE_BYTES + getsizeof([0] * k) + 8 + k * (PAIR_BYTES + NUMBERS_BYTES))
-        # By the identity of the request or the row; one for the engine.
-        self._tables: dict[int, Table] = {}
-        # The last two tokens of each row of the round.
+        self._tables: Tables = {}
+        # The request of each table, held so that no other takes its identity; the rows that left.
+        self._groups: dict[int, tuple[Request, int]] = {}
+        # The number of tokens read of each row.
+        self._read: dict[Row, int] = {}
+        # The last two tokens of each row as of the round before.
         self._roots: dict[Row, tuple[int, ...]] = {}
 
     @classmethod
     def for_target(cls, target: Runner, *, nodes: int = 8, **options: Any) -> RecyclingDrafter:
-        return cls(nodes=nodes if target.takes_trees else 0, **options)
+        drafter = cls(nodes=nodes if target.takes_trees else 0, **options)
+        if drafter._scope == "model":
+            of_model = _of_models.setdefault(target.hf, {})
+            drafter._tables = of_model.setdefault((cls.name, *sorted(options.items())), {})
+        return drafter
 
     def _key(self, row: Row) -> int:
-        return {"row": id(row), "group": id(row.request), "engine": 0}[self._scope]
+        return {"row": id(row), "group": id(row.request)}.get(self._scope, 0)
 
-    def _new(self, request: Request) -> Table:
-        return Successors(request, self._k)
+    def _new(self) -> Table:
+        return Successors(self._k)
 
     def _of(self, row: Row) -> Table:
         key = self._key(row)
         if key not in self._tables:
-            self._tables[key] = self._new(row.request)
+            self._tables[key] = self._new()
+            if self._scope == "group":
+                self._groups.setdefault(key, (row.request, 0))
         return self._tables[key]
 
+    def begin(self, rows: Sequence[Row]) -> None:
+        self._roots |= {row: tuple(row.tokens[-2:]) for row in rows}
+
     def read(self, rows: Sequence[Row]) -> int:
-        return sum(self._of(row).read_on(row) for row in rows)
+        count = 0
+        for row in rows:
+            start = self._read.get(row, 1)
+            self._of(row).read(row.tokens, start)
+            self._read[row] = len(row.tokens)
+            count += len(row.tokens) - start
+        return count
 
     def guess(self, row: Row, length: int) -> Guess:
         table = self._of(row)
         assert isinstance(table, Successors)
         return probable(row.tokens[-1], partial(_following, table.table), length, self.max_nodes)
 
-    def guesses(self, inputs: DraftInputs) -> list[Guess]:
-        self._roots = {row: tuple(row.tokens[-2:]) for row in inputs.rows}
-        return super().guesses(inputs)
-
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        """Learns from rounds with drafts; logits that are not finite are skipped."""
-        roots, self._roots = self._roots, {}
-        if not roots:
-            return
+        """Learns from every round; logits that are not finite are skipped."""
+        roots = [self._roots[row] for row in rows]
+        self.begin(rows)
         drafts = scores.positions.drafts
-        columns = [
-            (b, column)
-            for b, row in enumerate(rows)
-            if row in roots
-            for column in range(1 + len(drafts[b]))
-        ]
+        columns = [(b, column) for b in range(len(rows)) for column in range(1 + len(drafts[b]))]
         index = torch.tensor(columns, device=scores.logits.device)
         logits = scores.logits[index[:, 0], index[:, 1]].float()
         top = logits.topk(min(self._k, logits.shape[-1]), dim=-1)
@@ -176,25 +187,29 @@ class RecyclingDrafter(TextDrafter):
             columns, top.indices.tolist(), probs.tolist(), strict=True
         ):
             if all(0 <= chance <= 1 for chance in chances):
-                before = (*roots[rows[b]], *_last(scores.positions, b, column))
+                before = (*roots[b], *_last(scores.positions, b, column))
                 self._of(rows[b]).hear(before[-2:], tokens, chances)
 
     def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
-        for row, _ in copies:
-            self._of(row).read.pop(row, None)
+        for row, parent in copies:
+            self._read.pop(row, None)
+            self._roots[row] = tuple(parent.tokens[-2:])
 
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            table = self._of(row)
-            table.read.pop(row, None)
+            self._read.pop(row, None)
             self._roots.pop(row, None)
-            table.left += 1
-            if self._scope == "row" or (self._scope == "group" and table.left == row.request.n):
-                del self._tables[self._key(row)]
+            key = self._key(row)
+            request, left = self._groups.pop(key, (row.request, 0))
+            if self._scope == "group" and left + 1 < request.n:
+                self._groups[key] = request, left + 1
+            elif self._scope not in SHARED:
+                self._tables.pop(key, None)
 
     @property
     def table_bytes(self) -> int:
-        return sum(table.bytes for table in self._tables.values())
+        texts = [row.tokens for row in self._read]
+        return sum(table.bytes(texts) for table in self._tables.values())
 
 
 def _last(positions: Positions, row: int, column: int) -> list[int]:

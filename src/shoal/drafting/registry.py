@@ -198,7 +198,7 @@ def _is_dflash(directory: Path) -> bool:
 _NODES = Number(16, 0, MOST_NODES)
 _TREES: dict[str, Option] = {"tree": Word(""), "width": Number(0), "nodes": Number(16)}
 _TABLE: dict[str, Option] = {
-    "scope": Word("group", SCOPES),
+    "scope": Word("group", (*SCOPES, "model")),
     "k": Number(8, 1, MOST_NODES),
     "nodes": Number(8, 0, MOST_NODES),
 }

@@ -353,6 +353,12 @@ def references(schema: Any) -> Iterator[str]:
         yield from references(child)
 
 
+def spread(schemas: Sequence[Schema], limit: int) -> list[Schema]:
+    """So many schemas at equal distances, the first among them; all if there are no more, or if the limit is 0."""
+    count = min(limit, len(schemas)) if limit else len(schemas)
+    return [schemas[i * len(schemas) // count] for i in range(count)]
+
+
 def present(name: str) -> bool:
     """Whether an engine's library is installed."""
     import importlib.util
@@ -381,8 +387,7 @@ def main() -> None:
         print(f"{lay(package, asked.lay)} schemas in {asked.lay}")
         return
     schemas = [schema for folder in asked.folders for schema in read_schemas(folder)]
-    every = max(1, len(schemas) // asked.limit) if asked.limit else 1
-    schemas = schemas[::every][: asked.limit or None]
+    schemas = spread(schemas, asked.limit)
     settings = {name: getattr(asked, name) for name in ("model", "tokens", "temperature", "seed", "timeout", "threads")}
     names = [name for name in asked.engines.split(",") if name == "shoal" or present(name)]
     found = {name: list(measured(name, schemas, settings)) for name in names}

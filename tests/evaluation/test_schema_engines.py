@@ -6,6 +6,7 @@ Tests of: evaluation.schemas, constraints.compiler.
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import schema_engines
-from schema_engines import bits, lay_kubernetes, lay_store, measured, present, summary
+from schema_engines import bits, lay_kubernetes, lay_store, measured, present, spread, summary
 from shoal.evaluation.schemas import Schema, read_schemas
 
 ASKED: dict[str, Any] = {"model": None, "tokens": 24, "temperature": 0.8, "seed": 0, "timeout": 120, "threads": 1}
@@ -49,6 +50,21 @@ def test_files_that_are_no_schemas_are_left_out(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(text, encoding="latin-1")
     assert lay_store(tmp_path, tmp_path / "laid") == 1
     assert [one.schema for one in read_schemas(tmp_path / "laid")] == [{"type": "null"}]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5, 6, 9, 10])
+def test_a_limited_number_of_schemas_is_spread_over_all(limit: int) -> None:
+    schemas = [Schema(str(i), "own", {}) for i in range(10)]
+    places = [int(one.name) for one in spread(schemas, limit)]
+    gaps = {after - before for before, after in pairwise([*places, 10])}
+    assert (len(places), places[0]) == (limit, 0)
+    assert gaps <= {10 // limit, -(-10 // limit)}
+
+
+def test_without_a_limit_or_below_it_all_schemas_are_taken() -> None:
+    schemas = [Schema(str(i), "own", {}) for i in range(3)]
+    assert spread(schemas, 0) == spread(schemas, 4) == schemas
+    assert spread([], 4) == []
 
 
 def test_bits_are_read_from_the_lowest() -> None:

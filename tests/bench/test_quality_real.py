@@ -1,0 +1,145 @@
+"""The runs of a real model's quality: stopped after minutes, gone on with, and shown from the files that there are.
+
+Tests of: evaluation.journal.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quality_tables
+from quality_tables import PAGE, keep, kept, pages, passes, written
+
+SCRIPT = Path(quality_tables.__file__).with_name("quality_real.sh")
+FAKE = """#!/bin/sh
+trap 'echo "stopped $place" >>{log}; exit 130' INT
+for place; do :; done
+mkdir -p "$place"
+echo "$*" >>{log}
+while [ ! -e {go} ]; do sleep 0.05; done
+: >"$place/summary.json"
+"""
+
+
+def run(folder: Path, *options: str) -> tuple[int, list[str]]:
+    """Two sets with two numbers of samples each, by a stand-in that ends once there is a file `go`."""
+    fake, log = folder / "shoal", folder / "log"
+    fake.write_text(FAKE.format(log=log, go=folder / "go"))
+    fake.chmod(0o755)
+    log.write_text("")
+    env = {"SHOAL": str(fake), "ROWS": "8 1", "SETS": "humaneval mbpp-chat", "PATH": "/usr/bin:/bin"}
+    command = ["sh", str(SCRIPT), *options, "MODEL", "HUMANEVAL", "MBPP", str(folder / "out")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return done.returncode, log.read_text().splitlines()
+
+
+def test_time_that_is_over_ends_a_run_and_the_next_goes_on(tmp_path: Path) -> None:
+    place = tmp_path / "out" / "humaneval-8"
+    (tmp_path / "shortened").write_text(SCRIPT.read_text().replace("$2 * 60", "$2"))
+    assert run(tmp_path, "--minutes", "0") == (3, [])
+    short = subprocess.run(
+        ["sh", str(tmp_path / "shortened"), "--minutes", "1", "MODEL", "HUMANEVAL", "MBPP", str(tmp_path / "out")],
+        env={"SHOAL": str(tmp_path / "shoal"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (short.returncode, "time is over in humaneval, n = 8" in short.stderr) == (3, True)
+    assert (tmp_path / "log").read_text().splitlines()[-1] == f"stopped {place}"
+    (tmp_path / "go").touch()
+    code, asked = run(tmp_path, "--minutes", "5")
+    assert (code, [one.rsplit("/", 1)[1] for one in asked]) == (
+        0,
+        ["humaneval-8", "humaneval-1", "mbpp-chat-8", "mbpp-chat-1"],
+    )
+    assert "--methods plain,single,batched -n 8" in asked[0]
+    assert "eval mbxp --data MBPP --limit 200 --chat --model MODEL" in asked[3]
+    assert "--methods plain,batched -n 1" in asked[3]
+    assert run(tmp_path) == (0, [])  # all are there
+
+
+def test_an_error_ends_all_runs_with_its_code(tmp_path: Path) -> None:
+    fake = tmp_path / "shoal"
+    fake.write_text(f"#!/bin/sh\necho x >>{tmp_path / 'log'}\nexit 2\n")
+    fake.chmod(0o755)
+    env = {"SHOAL": str(fake), "PATH": "/usr/bin:/bin"}
+    for options in ((), ("--minutes", "5")):
+        command = ["sh", str(SCRIPT), *options, "MODEL", "HUMANEVAL", "MBPP", str(tmp_path / "out")]
+        assert subprocess.run(command, env=env, timeout=120).returncode == 2
+    assert (tmp_path / "log").read_text() == "x\nx\n"
+
+
+# ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def summary(n: int, shift: float = 0.0) -> dict[str, Any]:
+    def line(method: str, budget: float | None, share: float) -> dict[str, Any]:
+        names = ("passed_first", "passed_all", "pass@1", "finished", "seconds")
+        means = (share, share + 0.05, share / 2, share + 0.3, 1.234 + shift)
+        return {
+            "method": method,
+            "budget": budget,
+            **{name: {"mean": mean} for name, mean in zip(names, means, strict=True)},
+        }
+
+    shares = {0.5: 0.1, 1: 0.2, 2: 0.3, 3: 0.9, 4: 0.4, None: 0.5}
+    methods = ["plain", "batched"]
+    return {
+        "settings": {"model": "/some/where/small", "methods": methods},
+        "machine": {"commit": "0123456789ab", "date": "2026-01-02"},
+        "problems": 7,
+        "lines": [line(method, budget, share + shift) for method in methods for budget, share in shares.items()],
+        "against": [{"method": "batched", "other": "plain", "samples": 7 * n, "same_ids": 7 * n - 1}],
+    }
+
+
+def test_tables_are_of_the_runs_that_have_ended(tmp_path: Path) -> None:
+    runs, results = tmp_path / "runs", tmp_path / "results"
+    results.mkdir()
+    for name, n in (("mbpp-chat", 16), ("mbpp-chat", 8), ("humaneval", 1)):
+        (runs / f"{name}-{n}").mkdir(parents=True)
+        (runs / f"{name}-{n}" / "summary.json").write_text(json.dumps(summary(n)))
+    (runs / "mbpp-1").mkdir()  # has not ended
+    keep(runs, results)
+    assert [file.name for file in sorted(results.iterdir())] == [
+        f"quality-smollm2-{name}.json" for name in ("humaneval-1", "mbpp-chat-16", "mbpp-chat-8")
+    ]
+    found = kept(results)
+    assert {name: list(one) for name, one in found.items()} == {"humaneval": [1], "mbpp-chat": [8, 16]}
+    assert found["humaneval"][1]["settings"]["model"] == "small"
+    page = written(f"before\n{quality_tables.BEGIN}old\n{quality_tables.END}after\n", found)
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+    assert "old" not in page
+    assert written(page, found) == page
+    row = "10.0 / 15.0 | 20.0 / 25.0 | 30.0 / 35.0 | 40.0 / 45.0 | 50.0 / 55.0 | 25.0 | 50.0 | 1.23 |"
+    assert f"| 8 | plain | {row}  |\n| 8 | batched | {row} 55 of 56 |\n| 16 | plain | {row}  |" in page
+    assert "[n = 16](../../benchmarks/results/quality-smollm2-mbpp-chat-16.json), commit `0123456789ab`, 2026-01-02" in page
+    assert "quality-smollm2-mbpp-chat.png" in page
+    with pytest.raises(SystemExit, match="no marks"):
+        written("a page", found)
+
+
+def test_a_set_of_which_nothing_passes_has_no_plot() -> None:
+    flat = summary(1)
+    for line in flat["lines"]:
+        line["passed_all"]["mean"] = 0.0
+    assert passes({1: flat, 2: summary(2)})
+    assert not passes({1: flat})
+    (text,) = pages({"mbpp": {1: flat}})
+    assert "png" not in text
+
+
+def test_the_page_has_the_tables_of_the_files() -> None:
+    found = kept()
+    text = PAGE.read_text("utf-8")
+    assert found
+    assert written(text, found) == text
+    assert all(
+        (quality_tables.RESULTS / f"quality-smollm2-{name}.png").exists() for name, runs in found.items() if passes(runs)
+    )

@@ -19,6 +19,8 @@ MOST_NODES = 63
 """The most nodes of a draft tree that branches: a column sees a word of 64 bits, the root takes
 one."""
 GRAMMARS = ("json_schema", "json_object", "regex", "lark")
+GUIDES_PROMPTS = {"guide": "negative_prompt", "expert": "positive_prompt"}
+"""The field of `Sampling` that each of the two reads in place of the prompt."""
 BLANKS = ("bounded", "compact", "any")
 
 
@@ -124,6 +126,7 @@ class Sampling:
             >= 0; 0 = off (`shoal.sampling.scores`).
         negative_prompt: with guidance, the token ids that the guide reads in place of the prompt;
             empty = the prompt. (A text goes to `generate(negative_prompt=...)`.)
+        positive_prompt: the same for the expert.
         repetition_penalty: > 0; scores of tokens in prompt or output divided (positive) or
             multiplied (negative).
         presence_penalty: subtracted once from every token in the output so far (OpenAI's
@@ -197,6 +200,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
     negative_prompt: Sequence[int] = ()
+    positive_prompt: Sequence[int] = ()
     min_new_tokens: int = declared(
         0,
         "No end-of-text token before that many tokens; 0 = off.",
@@ -240,13 +244,10 @@ class Sampling:
             "a list of non-empty token id lists",
             self.bad_words,
         )
-        require(
-            is_list(self.negative_prompt)
-            and all(is_int(token) and token >= 0 for token in self.negative_prompt),
-            "negative_prompt",
-            "a list of token ids",
-            self.negative_prompt,
-        )
+        for name in GUIDES_PROMPTS.values():
+            ids = getattr(self, name)
+            valid = is_list(ids) and all(is_int(token) and token >= 0 for token in ids)
+            require(valid, name, "a list of token ids", ids)
         require(
             is_list(self.processors) and all(map(callable, self.processors)),
             "processors",

@@ -193,13 +193,16 @@ def test_four_tokens_of_a_target_led_to_an_expert(rule: Rule) -> None:
 @pytest.mark.parametrize("name", MADE)
 def test_rows_that_join_move_pause_and_leave(name: str, options: dict[str, Any]) -> None:
     """With negative prompts, which only the guide reads, in place of the prompt and before the new tokens; with an expert, which
-    reads the prompt; and without either."""
+    reads the prompt, or a positive one; and without either."""
     engine, rows = played(MADE[name], negative=True, expert=scripted(EXPERT, V), **options)
     assert as_decoded(rows, expert=EXPERT)
     assert not as_decoded(rows)
     assert (engine.stats.pauses > 0) == ("quantum" in options)
     assert 0 < engine.stats.guide_passes <= 2 * engine.stats.rounds
     assert set(engine.stats.executors) >= {"guide", "expert"}
+    _, both = played(MADE[name], negative=True, positive=True, expert=scripted(EXPERT, V), **options)
+    assert as_decoded(both, expert=EXPERT)
+    assert [row.tokens for row in both] != [row.tokens for row in rows]
     _, alone = played(MADE[name], negative=True, **options)
     assert as_decoded(alone)
     engine, plain = played(MADE[name], **options)
@@ -223,14 +226,18 @@ def test_a_prompt_without_the_last_token_of_the_negative_one() -> None:
             assert as_decoded(rows)
 
 
-def test_the_memory_of_a_long_negative_prompt() -> None:
+@pytest.mark.parametrize("name", ["negative_prompt", "positive_prompt"])
+def test_the_memory_of_a_long_prompt_of_a_guide(name: str) -> None:
     """A limit is that of the longer prompt: what fits runs, what does not is refused before anything is computed."""
     long = tuple(i % V for i in range(40))
-    asked = replace(request(0, 2, new=6, guidance=0.9, negative_prompt=long), prompt_ids=(1, 2))
+    asked = replace(request(0, 2, new=6, guidance=0.9, **{name: long}), prompt_ids=(1, 2))
+    guides: dict[str, Any] = {"guide": GUIDE, "expert": EXPERT} if name == "positive_prompt" else {"guide": GUIDE}
     rows = 0
     for tokens in (45, 46, 47, 48):
         engine = engine_of(
-            MADE["plain"], kv_bytes=2 * scripted(GUIDE, V).memory.token_bytes * tokens, guide=scripted(GUIDE, V, 64)
+            MADE["plain"],
+            kv_bytes=(1 + len(guides)) * scripted(GUIDE, V).memory.token_bytes * tokens,
+            **{role: scripted(script, V, 64) for role, script in guides.items()},
         )
         try:
             found = engine.submit(asked)
@@ -239,7 +246,7 @@ def test_the_memory_of_a_long_negative_prompt() -> None:
             continue
         while engine.step():
             pass
-        assert as_decoded(found)
+        assert as_decoded(found, **({"expert": EXPERT} if "expert" in guides else {}))
         rows += 1
     assert 0 < rows < 4
 
@@ -256,13 +263,21 @@ def test_what_a_guide_cannot_hold_is_refused_and_ends_rows() -> None:
     for settings, words in (
         ({"negative_prompt": (9,), "guidance": 0.5}, r"negative prompt ids must be in 0\.\.6"),
         ({"negative_prompt": (1,), "guidance": 0.0}, "negative_prompt goes with guidance"),
+        ({"positive_prompt": (1,), "guidance": 0.0}, "positive_prompt goes with guidance"),
+        ({"positive_prompt": (1,), "guidance": 0.5}, "positive_prompt needs an expert"),
     ):
         with pytest.raises(RequestError, match=words):
             engine.submit(request(2, 1, **settings))
     with pytest.raises(RequestError, match="does not go with align"):
         engine.submit(replace(request(2, 1, guidance=0.5, negative_prompt=(1,)), removed=(1,), removed_from=3))
-    with pytest.raises(RequestError, match="negative_prompt must be a list of token ids"):
-        Sampling(negative_prompt=(1, -2))
+    led = engine_of(MADE["plain"], guide=scripted(GUIDE, V, 64), expert=scripted(EXPERT, V, 24))
+    with pytest.raises(RequestError, match=r"the positive prompt has 24 tokens; .* holds 24"):
+        led.submit(request(2, 1, guidance=0.9, positive_prompt=long))
+    with pytest.raises(RequestError, match=r"positive prompt ids must be in 0\.\.6"):
+        led.submit(request(2, 1, guidance=0.9, positive_prompt=(9,)))
+    for name in ("negative_prompt", "positive_prompt"):
+        with pytest.raises(RequestError, match=f"{name} must be a list of token ids"):
+            Sampling(**{name: (1, -2)})
 
 
 def test_one_batch_of_eight_strengths_and_each_alone() -> None:

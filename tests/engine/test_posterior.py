@@ -1,11 +1,14 @@
 """Targets led by the posterior of a class (GeDi): Bayes' rule over the whole new text, along every branch, whatever becomes of it.
 
+The classes are two models, or one model after two control codes.
+
 Tests of: sampling.scores, engine.verify, engine.running_rows, types.requests.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -36,30 +39,50 @@ from shoal.types.trees import DraftTree
 
 G, E = table(4, 7, order=2), table(4, 11, order=2)
 SETTINGS = {"guidance": 2.0, "posterior": 3.0, "plausibility": 0.02}
+PROMPTS = ((0, 0), (0, 0))
+CODES = ((1, 2, 0), (2, 1))
+"""What the guide reads and what the expert reads before the new tokens: the prompt, or a control code of each class."""
 
 
-def law(vocab: int, horizon: int, p: Tensor, g: Tensor, e: Tensor, **settings: float) -> Tensor:
+def law(
+    vocab: int,
+    horizon: int,
+    p: Tensor,
+    g: Tensor,
+    e: Tensor,
+    read: tuple[tuple[int, ...], tuple[int, ...]] = PROMPTS,
+    **settings: float,
+) -> Tensor:
     """The law of the first new tokens after a prompt of two zeros, from tables of order 2."""
 
     def step(tokens: tuple[int, ...]) -> Tensor:
-        read = (0, 0, *tokens)
-        seen = [(read[i], read[i + 1], token) for i, token in enumerate(tokens)]
-        odds = sum(float((e[place] / g[place]).log()) for place in seen)
-        now = read[-2:]
-        return by_bayes(p[now], g[now], e[now], odds, len(tokens) + 1, SimpleNamespace(**settings))
+        away, wanted = ((*prompt, *tokens) for prompt in read)
+        odds = sum(
+            math.log(float(e[one[i : i + 3]] / g[other[j : j + 3]]))
+            for (one, i), (other, j) in zip(steps(wanted, len(tokens)), steps(away, len(tokens)), strict=True)
+        )
+        now = (*PROMPTS[0], *tokens)[-2:]
+        return by_bayes(p[now], g[away[-2:]], e[wanted[-2:]], odds, len(tokens) + 1, SimpleNamespace(**settings))
 
     return declared_law(step, vocab, horizon)
+
+
+def steps(read: tuple[int, ...], count: int) -> list[tuple[tuple[int, ...], int]]:
+    """A text with the place of the two tokens before each of the last ones."""
+    return [(read, i) for i in range(len(read) - count - 2, len(read) - 2)]
 
 
 # ── the law ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def columns_of_all_texts(vocab: int, depth: int, made: Sequence[Tensor]) -> tuple[list[tuple[int, ...]], Tensor]:
+def columns_of_all_texts(
+    vocab: int, depth: int, made: Sequence[Tensor], **prompts: tuple[int, ...]
+) -> tuple[list[tuple[int, ...]], Tensor]:
     """Every text up to that many tokens as one tree, and what the pass says of the token after each."""
     texts = [text for length in range(depth + 1) for text in itertools.product(range(vocab), repeat=length)]
     tree = DraftTree.of([[text[-1] for text in texts[1:]]], [[texts.index(text[:-1]) - 1 for text in texts[1:]]])
     target, guide, expert = (table_model(one) for one in made)
-    sampling = Sampling(**SETTINGS)  # type: ignore[arg-type]
+    sampling = Sampling(**SETTINGS, **prompts)  # type: ignore[arg-type]
     engine = Engine(target, None, Fixed(0), guide=guide, expert=expert)
     (row,) = engine.submit(Request((0, 0), 1, sampling, Limits(max_new_tokens=99)))
     engine._batch.gather([], drafting=False)
@@ -77,6 +100,29 @@ def test_the_law_of_four_tokens_by_enumeration_of_all_branches() -> None:
         found[text] = torch.stack([said[texts.index(text[:i]), text[i]] for i in range(4)]).prod()
     torch.testing.assert_close(found, law(3, 4, *made, **SETTINGS), rtol=0, atol=1e-6)
     assert (found - law(3, 4, *made, **SETTINGS | {"posterior": 1.0})).abs().max() > 1e-3
+
+
+def test_two_control_codes_of_one_model_by_enumeration_of_all_branches() -> None:
+    """GeDi: P(c+ | text) from one class-conditional model after each code."""
+    p, m = table(3, 1, order=2), table(3, 2, order=2)
+    texts, said = columns_of_all_texts(3, 3, [p, m, m], negative_prompt=CODES[0], positive_prompt=CODES[1])
+    found = torch.zeros([3] * 4, dtype=torch.float64)
+    for text in itertools.product(range(3), repeat=4):
+        found[text] = torch.stack([said[texts.index(text[:i]), text[i]] for i in range(4)]).prod()
+    torch.testing.assert_close(found, law(3, 4, p, m, m, CODES, **SETTINGS), rtol=0, atol=1e-6)
+    for other in (PROMPTS, CODES[::-1], (CODES[0], PROMPTS[1]), (PROMPTS[0], CODES[1])):
+        assert (found - law(3, 4, p, m, m, other, **SETTINGS)).abs().max() > 1e-3
+
+
+def test_the_posterior_of_two_codes_is_bayes_rule_over_the_text() -> None:
+    """p(x|c+) / (p(x|c+) + p(x|c-)), with log-odds that are not divided by the length, of a target that says nothing itself."""
+    p, m = torch.full((3, 3, 3), 1 / 3, dtype=torch.float64), table(3, 2, order=2)
+    settings = {"guidance": 1.0, "posterior": 1.0, "plausibility": 0.0}
+    for token in range(3):
+        wanted, away = (float(m[(*code[-2:], token)]) for code in (CODES[1], CODES[0]))
+        others = [float(m[(*CODES[1][-2:], one)]) / float(m[(*CODES[0][-2:], one)]) for one in range(3)]
+        whole = sum(ratio / (1 + ratio) for ratio in others)
+        assert float(law(3, 1, p, m, m, CODES, **settings)[token]) == pytest.approx(wanted / (wanted + away) / whole)
 
 
 DRAFTERS: dict[str, Any] = {
@@ -103,6 +149,19 @@ def test_four_tokens_have_the_joint_law(name: str, rule: Rule) -> None:
     assert chi_square(joint(rows, 4), law(4, 4, P, P, P, **SETTINGS)) < ALPHA  # the test sees the classes
     assert 0 < engine.stats.accepted < engine.stats.drafted
     assert engine.stats.guide_passes == 2 * engine.stats.rounds
+
+
+@pytest.mark.parametrize("name", ["model", "trees"])
+def test_four_tokens_led_by_two_codes_have_the_joint_law(name: str) -> None:
+    options: Any = {"guide": table_model(G), "expert": table_model(G)}
+    engine = Engine(table_model(P), DRAFTERS[name](), Fixed(2), max_batch=120, rule=Rejection(), **options)
+    sampling = Sampling(seed=3, **SETTINGS, negative_prompt=(1, 2, 0), positive_prompt=(2, 1))  # type: ignore[arg-type]
+    rows = engine.submit(Request((0, 0), 1200, sampling, Limits(max_new_tokens=4)))
+    while engine.step():
+        pass
+    assert chi_square(joint(rows, 4), law(4, 4, P, G, G, CODES, **SETTINGS)) > ALPHA
+    assert chi_square(joint(rows, 4), law(4, 4, P, G, G, CODES[::-1], **SETTINGS)) < ALPHA
+    assert 0 < engine.stats.accepted < engine.stats.drafted
 
 
 # ── what rows have read ─────────────────────────────────────────────────────────────────────────────────────────────

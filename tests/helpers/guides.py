@@ -52,7 +52,8 @@ def decoded(request: Request, index: int, guide: History = GUIDE, expert: Histor
     for count in range(1, 1 + request.limits.max_new_tokens):
         read = tuple(tokens)
         other = (*(s.negative_prompt or request.prompt_ids), *read[len(request.prompt_ids) :])
-        pairs = ((TARGET, read), (guide, other), (expert, read))
+        wanted = (*(s.positive_prompt or request.prompt_ids), *read[len(request.prompt_ids) :])
+        pairs = ((TARGET, read), (guide, other), (expert, wanted))
         p, g, e = (script(before).double().softmax(-1) for script, before in pairs)
         if s.posterior:
             p = by_bayes(p, g, e, odds, count, s)
@@ -99,12 +100,15 @@ def engine_of(made: Made, k: int = 3, **options: Any) -> Engine:
 
 NEGATIVE = {2: (6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 0, 0, 1), 3: (4, 2)}
 """The negative prompts of two requests: one longer than the prompt, one shorter."""
+POSITIVE = {2: (1, 2), 3: (3, 3, 1, 0, 5, 6, 2, 4, 1, 1, 0, 2, 3, 5, 6, 6, 4, 2, 1, 0)}
+"""Positive prompts of the same, one shorter and one longer."""
 
 
 def played(
     made: Made,
     numbers: Sequence[int] = (0, 2, 3, 1),
     negative: bool = False,
+    positive: bool = False,
     posterior: Mapping[int, float] | None = None,
     **options: Any,
 ) -> tuple[Engine, list[Row]]:
@@ -112,6 +116,7 @@ def played(
     engine, rows = engine_of(made, **options), []
     for number in numbers:
         settings: dict[str, Any] = {"negative_prompt": NEGATIVE.get(number, ())} if negative else {}
+        settings["positive_prompt"] = POSITIVE.get(number, ()) if positive else ()
         settings["plausibility"] = 0.05 if number > 1 and STRENGTHS[number % 4] else 0.0
         settings["posterior"] = (posterior or {}).get(number, 0.0)
         rows += engine.submit(request(number, **settings))

@@ -53,7 +53,7 @@ def row(sampling: Sampling) -> Row:
 
 
 def test_every_field_has_another_value() -> None:
-    guided = {"guidance", "plausibility", "posterior", "negative_prompt"}  # what a guide says is in the logits already
+    guided = {"guidance", "plausibility", "posterior", "negative_prompt", "positive_prompt"}  # in the logits already
     assert sorted({*OTHER, *guided}) == sorted(field.name for field in fields(Sampling))
 
 

@@ -5,6 +5,7 @@ Tests of: api, models.pairing, cli.options, serve.request_models.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,9 +112,9 @@ def test_an_expert_is_loaded_and_led_to() -> None:
 def test_experts_that_do_not_fit_are_refused(tiny: Models) -> None:
     for options, words in (
         ({"expert": tiny.drafter}, "an expert needs a guide"),
-        ({"guide": tiny.drafter, "expert": "target"}, "leave out expert="),
         ({"guide": tiny.drafter, "expert": "draft"}, "expert='draft' needs a draft model"),
-        ({"guide": "target", "tensor_parallel": True}, "does not go with tensor_parallel"),
+        ({"guide": "target", "tensor_parallel": True}, "guide='target' does not go with tensor_parallel"),
+        ({"guide": tiny.drafter, "expert": "target", "tensor_parallel": True}, "expert='target' does not go"),
     ):
         with pytest.raises(RequestError, match=words):
             library.load(tiny.target, **options)  # type: ignore[arg-type]
@@ -227,6 +228,31 @@ def test_a_posterior_from_the_command_line(shoal: Command, tiny: Models) -> None
     assert ids(own) != ids(other)
 
 
+def test_two_control_codes_from_the_command_line(shoal: Command, tiny: Models) -> None:
+    """GeDi: one model for both classes, after a text for each; the target itself may be it."""
+    common = ("generate", "--model", tiny.target, "--draft", tiny.drafter, "--seed", 3, "--max-new-tokens", 12, "--json")
+    led = ("--guidance", 5, "--posterior", 4, "--negative-prompt", "bad: hello", "--positive-prompt", "good: hello")
+    options: dict[str, Any] = {"seed": 3, "max_new_tokens": 12, "guidance": 5, "posterior": 4}
+    codes = {"negative_prompt": "bad: hello", "positive_prompt": "good: hello"}
+    for role in ("draft", "target"):
+        said = shoal(*common, "--prompt", "hello", "--guide", role, "--expert", role, *led).json
+        with library.load(tiny.target, tiny.drafter, guide=role, expert=role) as model:
+            own, one, swapped = (
+                model.generate("hello", **options, **given)
+                for given in (
+                    codes,
+                    {"negative_prompt": "bad: hello"},
+                    {"negative_prompt": "good: hello", "positive_prompt": "bad: hello"},
+                )
+            )
+        assert said["prompts"][0]["samples"][0]["token_ids"] == ids(own)[0][0]
+        assert ids(own)[0][0] not in (ids(one)[0][0], ids(swapped)[0][0])
+    lines = tiny.target.parent / "coded.jsonl"
+    lines.write_text(json.dumps({"prompt": "hello", **codes}) + "\n", encoding="utf-8")
+    said = shoal(*common, "--prompts", lines, "--guide", "target", "--expert", "target", *led[:4]).json
+    assert said["prompts"][0]["samples"][0]["token_ids"] == ids(own)[0][0]
+
+
 def test_what_the_command_refuses(shoal: Command, tiny: Models) -> None:
     common = ("generate", "--model", tiny.target, "--prompt", "hello")
     for options, words in (
@@ -236,6 +262,7 @@ def test_what_the_command_refuses(shoal: Command, tiny: Models) -> None:
         (("--guide", "./nowhere"), "does not exist"),
         (("--guide", tiny.drafter, "--plausibility", 0.5), "plausibility goes with guidance"),
         (("--guide", tiny.drafter, "--negative-prompt", "no"), "negative_prompt goes with guidance"),
+        (("--guide", tiny.drafter, "--positive-prompt", "yes", "--guidance", 1), "positive_prompt needs an expert"),
         (("--guide", tiny.drafter, "--posterior", 1), "posterior goes with guidance"),
         (("--expert", tiny.drafter), "an expert needs a guide"),
         (("--guide", tiny.drafter, "--expert", "./nowhere"), "does not exist"),
@@ -311,6 +338,31 @@ def test_negative_prompts_over_http(server: Served) -> None:
     assert (answer.status_code, "negative_prompt of a chat must be a text" in answer.text) == (400, True)
 
 
+def test_two_control_codes_over_http() -> None:
+    options: dict[str, Any] = {"guidance": 4.0, "posterior": 2.0, "seed": 2, "n": 2}
+    model = pair()
+    model.guide = model.expert = scripted(legible(7), VOCABULARY, 2048)
+    with served(model, chat_template=TEMPLATE) as server:
+
+        def own(prompt: str, negative: str, positive: str) -> list[str]:
+            prompts = {"negative_prompt": negative, "positive_prompt": positive}
+            result = server.shoal.generate(prompt, max_new_tokens=9, lookahead=4, **prompts, **options)
+            return [sample.text for sample in result[0].samples]
+
+        texts = own("hello", "bad", "good")
+        assert texts not in (own("hello", "good", "bad"), own("hello", "bad", "hello"))
+        for positive in ("good", list(server.shoal.tokenizer("good").input_ids)):
+            said = server.post(max_tokens=9, negative_prompt="bad", positive_prompt=positive, **options).json()["choices"]
+            assert [choice["text"] for choice in said] == texts
+        chat = {"prompt": None, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **options}
+        coded = chat | {"negative_prompt": "be rude", "positive_prompt": "be kind"}
+        answers = server.post("/v1/chat/completions", **coded).json()["choices"]
+        expected = own("<user>hi<assistant>", *(f"<system>be {how}<user>hi<assistant>" for how in ("rude", "kind")))
+        assert [answer["message"]["content"] for answer in answers] == expected
+        answer = server.post("/v1/chat/completions", **chat, positive_prompt=[1, 2])
+        assert (answer.status_code, "positive_prompt of a chat must be a text" in answer.text) == (400, True)
+
+
 def test_a_posterior_over_http(server: Served) -> None:
     options = {"guidance": 4.0, "posterior": 3.0, "seed": 2, "n": 2}
     own = server.shoal.generate("hello", max_new_tokens=9, lookahead=4, **options)  # type: ignore[arg-type]
@@ -324,6 +376,8 @@ def test_what_the_server_refuses(server: Served) -> None:
     for body, words in (
         ({"negative_prompt": "no"}, "negative_prompt goes with guidance"),
         ({"negative_prompt": [], "guidance": 1.0}, "negative_prompt"),
+        ({"positive_prompt": "yes"}, "positive_prompt goes with guidance"),
+        ({"positive_prompt": "yes", "guidance": 1.0}, "positive_prompt needs an expert"),
         ({"negative_prompt": [10**6], "guidance": 1.0}, "must be in 0"),
         ({"guidance": "much"}, "guidance"),
         ({"guidance": 1.0, "plausibility": 2}, "plausibility"),

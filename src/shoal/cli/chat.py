@@ -253,7 +253,7 @@ class ChatOutput:
         return JsonView() if self.json else TextView(self.quiet)
 
 
-@option_groups(without=("chat", "align", "exact", "negative_prompt"))
+@option_groups(without=("chat", "align", "exact", "negative_prompt", "positive_prompt"))
 def chat(
     chats: ChatOptions,
     sampling: ChatSampling,

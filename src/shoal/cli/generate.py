@@ -33,6 +33,7 @@ from shoal.cli.printed_samples import (
 )
 from shoal.cli.prompt_lines import GrammarOptions, PromptLine, lines_of, merged
 from shoal.cli.views import BESIDE_ROWS, Board, Events, RunningText, RunView, decoder, show_end
+from shoal.config import GUIDES_PROMPTS
 from shoal.errors import RequestError
 from shoal.types.samples import Result, Sample
 from shoal.values import counted
@@ -252,12 +253,12 @@ class Generation:
         return model.stream(found, top_logprobs=self.shown.top_logprobs, **asked, **options)
 
     def _written(self, model: Shoal, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns options with a negative prompt that is written as the prompts are."""
-        negative = options.get("negative_prompt")
-        if not isinstance(negative, str):
-            return dict(options)
-        (written,) = self.chats.read(model.tokenizer, [negative])
-        return {**options, "negative_prompt": written}
+        """Returns options with guides' prompts that are written as the prompts are."""
+        written = dict(options)
+        for name in GUIDES_PROMPTS.values():
+            if isinstance(text := options.get(name), str):
+                (written[name],) = self.chats.read(model.tokenizer, [text])
+        return written
 
     def deliver(self, result: Result, interrupted: bool) -> None:
         """Prints the results or writes them to a file.

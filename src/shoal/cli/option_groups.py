@@ -155,6 +155,14 @@ def with_kinds(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+NegativePromptOption = Annotated[
+    str | None,
+    sampling_option(metavar="TEXT", help="With --guidance, the guide's text for the prompt."),
+]
+PositivePromptOption = Annotated[
+    str | None,
+    sampling_option(metavar="TEXT", help="With --guidance, the expert's text for the prompt."),
+]
 KvOption = Annotated[
     Literal["off", "int8"],
     models_option(

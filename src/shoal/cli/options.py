@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from shoal.cli.console import imports_shown, loading_shown
 from shoal.cli.option_groups import (
     KvOption,
+    NegativePromptOption,
+    PositivePromptOption,
     models_option,
     output_option,
     parameter_option,
@@ -179,7 +181,7 @@ class ModelSource(PlacedPair):
         models_option(
             "--expert",
             help="Third model, which --guidance leads towards instead of the target (proxy "
-            "tuning), like --model; draft = the draft model.",
+            "tuning), like --model; draft = the draft model, target = it.",
         ),
     ] = None
     revision: Annotated[
@@ -387,10 +389,8 @@ class GenerateSampling(SamplingOptions):
     guidance: GuidanceOption = Sampling.guidance
     plausibility: PlausibilityOption = Sampling.plausibility
     posterior: Annotated[float, parameter_option("posterior")] = Sampling.posterior
-    negative_prompt: Annotated[
-        str | None,
-        sampling_option(metavar="TEXT", help="With --guidance, the guide's text for the prompt."),
-    ] = None
+    negative_prompt: NegativePromptOption = None
+    positive_prompt: PositivePromptOption = None
     repetition_penalty: Annotated[float | None, known_default("repetition_penalty")] = None
     presence_penalty: Annotated[float, parameter_option("presence_penalty")] = (
         Sampling.presence_penalty

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from shoal.cli.files import listed_prompts, read_text
 from shoal.cli.option_groups import sampling_option
-from shoal.config import Grammar, Limits, Sampling
+from shoal.config import GUIDES_PROMPTS, Grammar, Limits, Sampling
 from shoal.constraints.grammar_sources import as_lark, llguidance_or_refuse, require_readable
 from shoal.errors import RequestError
 from shoal.types.arguments import split_options
@@ -125,8 +125,8 @@ def merged(
 
     Args:
         ends: stop strings beside those of the options and of lines, see `with_ends`.
-        tokenizer: for `bad_words` and a `negative_prompt` that are texts; without it they are left
-            out, for a check before a model is loaded.
+        tokenizer: for `bad_words` and guides' prompts that are texts; without it they are left out,
+            for a check before a model is loaded.
 
     Raises:
         RequestError: with file and line, for options out of range.
@@ -176,7 +176,7 @@ def _settings(
 
 def _without_texts(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options without those whose texts need a tokenizer."""
-    texts = ("bad_words", "negative_prompt")
+    texts = ("bad_words", *GUIDES_PROMPTS.values())
     return {name: value for name, value in options.items() if name not in texts}
 
 

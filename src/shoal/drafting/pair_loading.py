@@ -129,7 +129,8 @@ class PairOptions:
         quantize: the formats of both, see `shoal.models.quantize.parse`.
         tokenizer: a Transformers tokenizer; None = the one saved with the target.
         guide: the guide, `DRAFT_GUIDES` or `TARGET_GUIDES`; None = there is none.
-        expert: the expert, or `DRAFT_GUIDES`; None = the target.
+        expert: the expert, `DRAFT_GUIDES` or `TARGET_GUIDES`; None = the target, by what it says
+            of the prompt.
     """
 
     target: LoadOptions
@@ -291,12 +292,12 @@ def _check_guides(options: PairOptions, model: Source | None) -> None:
             raise RequestError(
                 f"{role}='draft' needs a draft model: name another {role}, or give draft="
             )
-    if options.guide == TARGET_GUIDES and options.target.tensor_parallel:
-        raise RequestError("guide='target' does not go with tensor_parallel: name another guide")
+        if one == TARGET_GUIDES and options.target.tensor_parallel:
+            raise RequestError(
+                f"{role}='target' does not go with tensor_parallel: name another {role}"
+            )
     if options.expert is not None and options.guide is None:
         raise RequestError("an expert needs a guide, which samples are led away from: give guide=")
-    if options.expert == TARGET_GUIDES:
-        raise RequestError("without an expert the target is the expert: leave out expert=")
 
 
 def _check_source(role: str, source: Source | None, **options: Any) -> None:

@@ -2,7 +2,7 @@
 (`sampling.scores`).
 
 Between rounds the cache of each holds the tokens that the target's holds, the committed ones of
-each guided row except the last; a guide has a negative prompt in place of the prompt. A round feeds
+each guided row except the last, after a prompt of its own if the row has one for it. A round feeds
 it the columns that the target verifies, and keeps of them those that the target keeps. Rows without
 guidance have a slot in it, and are not computed.
 """
@@ -10,13 +10,14 @@ guidance have a slot in it, and are not computed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from shoal.config import GUIDES_PROMPTS, Sampling
 from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.protocol import KeyValueMemory
 from shoal.errors import BadLogits
@@ -29,22 +30,23 @@ from shoal.types.trees import Block
 
 
 @dataclass(frozen=True)
-class AfterNegative:
-    """A row as its guide reads it: the negative prompt, then the row's new tokens.
+class AfterAnother:
+    """A row as a model reads it that has a prompt of its own: that one, then the row's new tokens.
 
     It has all that slots ask of a row. Two of one row are equal.
     """
 
     row: Row
+    prompt: Sequence[int] = field(compare=False)
     prefix = None
 
     @property
     def tokens(self) -> list[int]:
-        return [*self.row.request.sampling.negative_prompt, *self.row.tokens[self._new :]]
+        return [*self.prompt, *self.row.tokens[self._new :]]
 
     @property
     def prompt_length(self) -> int:
-        return len(self.row.request.sampling.negative_prompt)
+        return len(self.prompt)
 
     @property
     def group(self) -> int:
@@ -60,7 +62,8 @@ class Guide:
 
     Args:
         model: the model; the engine gets a cache of its own.
-        role: the guide reads negative prompts, the expert the prompts themselves.
+        role: the guide reads negative prompts, the expert positive ones; where a row has none, both
+            read its prompt.
     """
 
     def __init__(self, model: Runner, role: Literal["guide", "expert"] = "guide") -> None:
@@ -68,10 +71,15 @@ class Guide:
         self.slots = DraftSlots(self.runner, pending=1)
         self.role = role
 
+    def own_prompt(self, sampling: Sampling) -> Sequence[int]:
+        """Returns what this model reads in place of the prompt; empty = the prompt."""
+        ids: Sequence[int] = getattr(sampling, GUIDES_PROMPTS[self.role])
+        return ids
+
     def _as_read(self, row: Row) -> Row:
         """Returns the row with the prompt that this model reads."""
-        other = self.role == "guide" and row.request.sampling.negative_prompt
-        return cast(Row, AfterNegative(row)) if other else row
+        other = self.own_prompt(row.request.sampling)
+        return cast(Row, AfterAnother(row, other)) if other else row
 
     def _own(self, rows: Iterable[Row]) -> list[Row]:
         return [self._as_read(row) for row in rows]
@@ -129,7 +137,7 @@ class Guide:
         """Keeps pace with the target, which has computed these chunks of prompts.
 
         A row that was paused is left out: its tokens are computed together when it is back. So is a
-        negative prompt: it is computed when its row begins.
+        prompt of the model's own: it is computed when its row begins.
         """
         own = [chunk for chunk in chunks if self._as_read(chunk.row) is chunk.row]
         self.slots.keep_pace(

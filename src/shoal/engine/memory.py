@@ -12,6 +12,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
+from shoal.config import GUIDES_PROMPTS
 from shoal.drafting.draft_slots import DraftMemory
 from shoal.drafting.grafting import longest
 from shoal.drafting.protocol import Drafter, Keeps, KeyValueMemory, require_trees
@@ -142,8 +143,7 @@ class Memory:
     def _read_tokens(self, request: Request) -> int:
         """Returns the most tokens that a target, or its guide, reads of a row."""
         most = self._tokens(request)
-        other = len(request.sampling.negative_prompt) - len(request.prompt_ids)
-        return most + max(other, 0)
+        return most + max(_own_prompt(request) - len(request.prompt_ids), 0)
 
     def _beyond(self, slots: int) -> int:
         """Returns the columns beyond a row's last token that a pass may write.
@@ -290,8 +290,13 @@ class Memory:
             return most if prefix is None else max(most - prefix.length, 0)
         if prefix is None:
             return self._read_tokens(request)
-        negative = len(request.sampling.negative_prompt)
-        return max(most - prefix.length, negative and negative + most - prompt)
+        own = _own_prompt(request)
+        return max(most - prefix.length, own and own + most - prompt)
+
+
+def _own_prompt(request: Request) -> int:
+    """Returns the most tokens that a guide or an expert reads in place of the prompt."""
+    return max(len(getattr(request.sampling, name)) for name in GUIDES_PROMPTS.values())
 
 
 def _attached(

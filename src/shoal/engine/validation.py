@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shoal.config import Grammar, Limits, Sampling, Speculation
+from shoal.config import GUIDES_PROMPTS, Grammar, Limits, Sampling, Speculation
 from shoal.constraints import calls, masks
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.dressing import Dressing
@@ -266,17 +266,19 @@ class RequestValidator:
 
         Raises:
             RequestError: the request has guidance, and there is no guide; or an option
-                that goes with guidance alone; or a negative prompt that is to be aligned.
+                that goes with guidance alone, or with an expert; or prompts of the guides that are
+                to be aligned.
         """
         sampling, prompt = request.sampling, request.prompt_ids
         found: list[tuple[Runner, Sequence[int], str]] = [(self._target, prompt, "prompt")]
+        own = [name for name in GUIDES_PROMPTS.values() if getattr(sampling, name)]
         if not sampling.guidance:
             if sampling.plausibility:
                 raise RequestError(
                     "plausibility goes with guidance: set guidance, or use min_p alone"
                 )
-            if sampling.negative_prompt:
-                raise RequestError("negative_prompt goes with guidance: set guidance")
+            for name in own:
+                raise RequestError(f"{name} goes with guidance: set guidance")
             if sampling.posterior:
                 raise RequestError("posterior goes with guidance: set guidance")
             return found
@@ -285,11 +287,16 @@ class RequestValidator:
                 "guidance needs a guide, and there is none: load the model with guide=MODEL "
                 "(--guide), or guide='draft' for its draft model"
             )
-        if sampling.negative_prompt and request.removed:
-            raise RequestError("negative_prompt does not go with align: leave one out")
+        if own and request.removed:
+            raise RequestError(f"{own[0]} does not go with align: leave one out")
+        if sampling.positive_prompt and all(one.role == "guide" for one in self._guides):
+            raise RequestError(
+                "positive_prompt needs an expert, which reads it, and there is none: load the model "
+                "with expert=MODEL (--expert)"
+            )
         for one in self._guides:
-            other = one.role == "guide" and sampling.negative_prompt
-            found.append((one.runner, other or prompt, "negative prompt" if other else "prompt"))
+            other, name = one.own_prompt(sampling), GUIDES_PROMPTS[one.role].replace("_", " ")
+            found.append((one.runner, other or prompt, name if other else "prompt"))
         return sorted(found, key=lambda reader: reader[0].context)
 
     def _check_prompt(self, request: Request) -> None:

@@ -26,7 +26,9 @@ one included), by Bayes' rule:
 
     log P = log sigmoid(a / t * (log e(new tokens) - log g(new tokens))), t = their number
 
-(GeDi, Krause et al. 2020, arXiv 2009.06367).
+(GeDi, Krause et al. 2020, arXiv 2009.06367). One model for both, after a `negative_prompt` and a
+`positive_prompt` that name the classes, is the paper's class-conditional model with its two control
+codes c: P = p(text | c+) / (p(text | c+) + p(text | c-)), for a = t.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ Prompts = Annotated[
     | Annotated[list[Ids], Field(min_length=1, fail_fast=True), Tag("lists")],
     Discriminator(_prompt_type),
 ]
-Negative = Annotated[
+GuidesPrompt = Annotated[
     Annotated[Text, Tag("text")] | Annotated[Ids, Tag("list")], Discriminator(text_or_list)
 ]
 Passed = Annotated[list[Any] | None, Field(description="Passed over.")]

@@ -18,9 +18,9 @@ from shoal.serve.request_fields import (
     NOT_IN_HEADERS,
     Bias,
     CheckedFields,
+    GuidesPrompt,
     Ignored,
     Limit,
-    Negative,
     NonNegative,
     OpenModel,
     Positive,
@@ -170,10 +170,11 @@ class SampledRequest(SamplingFields):
         "The same seed and prompt give the same tokens, whoever else is served."
     )
     stream: bool | None = optional("Send what there is as it comes, as server-sent events.")
-    negative_prompt: Negative | None = optional(
+    negative_prompt: GuidesPrompt | None = optional(
         "With guidance, what the guide reads in place of the prompt: a text or token ids; in a "
         "chat the text of the system message, empty = no system message."
     )
+    positive_prompt: GuidesPrompt | None = optional("The same for the expert.")
     grammar: GivenGrammar | None = optional("What a sample must match as a whole.")
     time_budget: Annotated[float, Field(gt=0)] | None = optional(
         "Seconds; samples unfinished then are returned as they are."

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from shoal.config import Grammar
+from shoal.config import GUIDES_PROMPTS, Grammar
 from shoal.serve.api_errors import ApiError
 from shoal.serve.message_models import Message
 from shoal.serve.prompts import Prompt
@@ -14,7 +15,7 @@ from shoal.serve.reasoning import ReasoningRules, begun_thought
 from shoal.serve.reasoning import rules_of as reasoning_of
 from shoal.serve.request_builder import ParsedRequest, RequestBuilder, require_range
 from shoal.serve.request_fields import LIMITLESS
-from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
+from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest, SampledRequest
 from shoal.serve.tool_calls import CallRules
 from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools, told, told_by_user
 from shoal.types.requests import Request
@@ -92,9 +93,7 @@ class RequestParser:
             headers=headers,
         )
         self._builder.require_members(request)
-        if request.negative_prompt is not None:
-            parsed = _led_from(parsed, self._encoder.encode(request.negative_prompt, None))
-        return parsed, given
+        return _led(parsed, request, lambda _, given: self._encoder.encode(given, None)), given
 
     def _chat(self, request: ChatRequest) -> ParsedRequest:
         if request.top_logprobs and not request.logprobs:
@@ -133,8 +132,7 @@ class RequestParser:
             headers=headers,
         )
         parsed = self._called(parsed, request, rules, reasoning)
-        if request.negative_prompt is not None:
-            parsed = _led_from(parsed, self._negative(request, request.negative_prompt))
+        parsed = _led(parsed, request, partial(self._under_another, request))
         return parsed if reasoning is None else self._reasoned(parsed, reasoning, rules)
 
     def _called(
@@ -209,14 +207,19 @@ class RequestParser:
             encoder.encode_text(written + (rules.begun if rules else ""), special=False),
         )
 
-    def _negative(self, request: ChatRequest, text: Prompt) -> tuple[int, ...]:
+    def _under_another(self, request: ChatRequest, name: str, text: Prompt) -> tuple[int, ...]:
         """Returns the ids of the conversation under another system message; "" = under none.
+
+        Args:
+            request: the request.
+            name: the field that has the message.
+            text: the message.
 
         Raises:
             ApiError: the message is no text.
         """
         if not isinstance(text, str):
-            raise ApiError(400, "negative_prompt of a chat must be a text", param="negative_prompt")
+            raise ApiError(400, f"{name} of a chat must be a text", param=name)
         others = [one for one in request.messages if one.role not in ("system", "developer")]
         system = [Message(role="system", content=text)] if text else []
         _, _, ids = self._conversation(request.model_copy(update={"messages": [*system, *others]}))
@@ -240,11 +243,21 @@ class RequestParser:
         return replace(parsed, requests=requests, reasoning=reasoning)
 
 
-def _led_from(parsed: ParsedRequest, ids: tuple[int, ...]) -> ParsedRequest:
-    """Returns the request with another prompt for the guide."""
-    requests = [
-        replace(one, sampling=replace(one.sampling, negative_prompt=ids)) for one in parsed.requests
-    ]
+def _led(
+    parsed: ParsedRequest, request: SampledRequest, ids_of: Callable[[str, Prompt], tuple[int, ...]]
+) -> ParsedRequest:
+    """Returns the request with the prompts that the guide and the expert have for themselves.
+
+    Args:
+        parsed: the request.
+        request: its body.
+        ids_of: returns the ids that a field's value stands for.
+    """
+    given = {name: getattr(request, name) for name in GUIDES_PROMPTS.values()}
+    own: dict[str, Any] = {
+        name: ids_of(name, value) for name, value in given.items() if value is not None
+    }
+    requests = [replace(one, sampling=replace(one.sampling, **own)) for one in parsed.requests]
     return replace(parsed, requests=requests)
 
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, TypedDict, Union
 
-from shoal.config import Grammar, Limits, Sampling, Speculation
+from shoal.config import GUIDES_PROMPTS, Grammar, Limits, Sampling, Speculation
 from shoal.errors import RequestError
 from shoal.values import plain, require_text
 
@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
     logit_bias: Mapping[int, float] | Mapping[Any, Number]
     bad_words: Sequence[Sequence[int]] | str | Iterable[str | Iterable[Integer]]
     negative_prompt: Sequence[int] | str | Iterable[Integer]
+    positive_prompt: Sequence[int] | str | Iterable[Integer]
     min_new_tokens: Integer
     no_repeat_ngram: Integer
     processors: Sequence[Any] | Iterable[Any]
@@ -356,20 +357,20 @@ def chat_template_of(tokenizer: Any, *, tools: bool = False) -> str | None:
 
 
 def with_token_ids(options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Returns the options, with token ids in place of texts in `bad_words`, `negative_prompt`."""
-    negative = options.get("negative_prompt")
-    if isinstance(negative, str):
-        options = {**options, "negative_prompt": _ids(negative, tokenizer)}
+    """Returns the options, with token ids in place of texts in `bad_words` and guides' prompts."""
+    texts = {name: options.get(name) for name in GUIDES_PROMPTS.values()}
+    spelled = {name: _ids(text, tokenizer) for name, text in texts.items() if isinstance(text, str)}
+    options = {**options, **spelled}
     words = plain(options.get("bad_words"))
     words = [words] if isinstance(words, str) else words
     if not isinstance(words, Sequence) or not any(isinstance(word, str) for word in words):
         return {**options, "bad_words": words} if "bad_words" in options else dict(options)
-    spelled = [
+    bad = [
         ids
         for word in words
         for ids in (_spellings(word, tokenizer) if isinstance(word, str) else [word])
     ]
-    return {**options, "bad_words": spelled}
+    return {**options, "bad_words": bad}
 
 
 def _spellings(word: str, tokenizer: Any) -> list[list[int]]:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Quality within a time budget of a real model (BASS, figures 3 to 5): HumanEval's 164 problems and the first 200 of MBPP, plain and by
-# the chat template, by n. quality_tables.py makes docs/measurements/quality-real.md of whatever has come to its end.
+# the chat template, by n. quality_tables.py makes docs/measurements/quality.md show whatever has come to its end.
 #
 #   benchmarks/quality_real.sh [--minutes N] MODEL HUMANEVAL MBPP [DIRECTORY]   stopped, it goes on where it was
 #

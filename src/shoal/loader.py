@@ -61,9 +61,8 @@ def load(
             draft model: samples with `guidance` are those of the target led away from it (see
             `shoal.sampling.scores`). "target": the target itself, for samples with a
             `negative_prompt`. None = there is none.
-        expert: a third such model, or "draft", or "target" (which reads the `positive_prompt` then):
-            samples with `guidance` are led from the guide towards it (proxy tuning). None = towards
-            the target.
+        expert: a third such model, or "draft", or "target" (for a `positive_prompt`): samples with
+            `guidance` are led from the guide towards it (proxy tuning). None = towards the target.
         tokenizer: a Transformers tokenizer; None = the one saved with the target. For a model
             object it is the one at hand (its `name_or_path`, read without network); without one
             there are only token ids.

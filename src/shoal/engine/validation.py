@@ -291,8 +291,8 @@ class RequestValidator:
             raise RequestError(f"{own[0]} does not go with align: leave one out")
         if sampling.positive_prompt and all(one.role == "guide" for one in self._guides):
             raise RequestError(
-                "positive_prompt needs an expert, which reads it, and there is none: load the model "
-                "with expert=MODEL (--expert)"
+                "positive_prompt needs an expert, which reads it, and there is none: load the "
+                "model with expert=MODEL (--expert)"
             )
         for one in self._guides:
             other, name = one.own_prompt(sampling), GUIDES_PROMPTS[one.role].replace("_", " ")

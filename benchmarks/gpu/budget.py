@@ -34,7 +34,7 @@ from shoal.config import Limits, Sampling
 from shoal.drafting.captured_kinds import PENDING
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.attention.fused import tiling
+from shoal.models.attention.fused import Card, tiling
 from shoal.models.compiled.block import reservation
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.runner import Runner
@@ -45,8 +45,8 @@ from shoal.types.requests import Request
 
 LAYER = 9
 """Launches of a fused layer (`tests/gpu/layers_cases.py -k nine`); one more where several programs share the keys of a query."""
-PROCESSORS = 132
-"""Multiprocessors of an H200, and of an H100."""
+CARD = Card(processors=132, shared=227 * 1024)
+"""An H200, and an H100."""
 BYTES = 2
 """Of a number in bfloat16."""
 
@@ -93,7 +93,7 @@ def launches_of(shape: LlamaShape, rows: int, columns: int, context: int) -> int
     query, key = (
         torch.empty(rows, shape.heads, tokens, dim, dtype=torch.bfloat16, device="meta") for tokens in (columns, capacity)
     )
-    return LAYER + (tiling(query, key, dim, capacity, PROCESSORS).splits > 1)
+    return LAYER + (tiling(query, key, dim, capacity, CARD).splits > 1)
 
 
 def crossings(lookahead: Any, drafts: int) -> Counter[str]:

@@ -19,8 +19,11 @@ from ahead_of_time import CAPABILITIES, SHARED, TENSOR_CORES, Variant, compiled,
 from attending import build
 from by_pairs import by_pairs
 from shoal.errors import RequestError
+from shoal.models import passes
 from shoal.models.attention import methods
-from shoal.models.attention.fused import STEP_BYTES, available, fused, has_triton, joining_warps, tiling
+from shoal.models.attention.fused import STEP_BYTES, Card, available, fused, has_triton, joining_warps, tiling
+from shoal.models.loading import wrap
+from shoal.testing import tiny_model
 
 module = importlib.import_module("shoal.models.attention.fused")  # the name in the package is the function
 DEFAULT_SHARED_MEMORY = min(SHARED.values())
@@ -96,6 +99,71 @@ def test_the_interpreter_is_asked_for_by_its_variable(
     if variable is not None:
         monkeypatch.setenv("TRITON_INTERPRET", variable)
     assert available(torch.zeros(1)) is runs
+
+
+SMALL_CARD = Card(processors=84, shared=99 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("dim", "values", "dtype", "fits"),
+    [
+        (576, 512, torch.bfloat16, True),
+        (576, 512, torch.float32, False),
+        (512, 512, torch.float32, True),
+        (2048, 2048, torch.half, False),
+    ],
+)
+def test_heads_that_no_cut_has_room_for_are_padded_or_refused(
+    dim: int, values: int, dtype: torch.dtype, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card of 99 KiB. `auto` asks nobody, who asks for the kernel by its name is told."""
+    monkeypatch.setattr(Card, "of", lambda device: SMALL_CARD)
+    monkeypatch.setattr(module, "available", lambda query: True)
+    monkeypatch.setattr(methods, "available", lambda query: True)
+    monkeypatch.setattr(module, "attend", lambda inputs: inputs.query)
+    monkeypatch.setattr(methods, "pad", lambda inputs: None)
+    inputs = build([3], [1], dtype, dim=dim, value_dim=values)
+    query = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"), shape=inputs.query.shape)
+    inputs = replace(inputs, query=query)  # type: ignore[arg-type]
+    assert methods.auto(inputs) is (query if fits else None)
+    if fits:
+        assert fused(inputs) is query
+    else:
+        with pytest.raises(
+            RequestError, match=f"no room for heads of {dim} numbers in {dtype}: 99 KiB .*'auto' runs anywhere"
+        ):
+            fused(inputs)
+
+
+@pytest.mark.parametrize(("processors", "kibibytes", "method"), [(132, 227, "auto"), (84, 2, "pad")])
+def test_a_model_whose_heads_do_not_fit_is_padded_from_its_load(
+    processors: int, kibibytes: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that rounds are captured with the padded call, and not with a kernel that cannot be launched."""
+    runner = wrap(tiny_model("deepseek-v3"), "tiny", checked=False)
+    monkeypatch.setattr(passes, "resolved", lambda *_: "fused")
+    monkeypatch.setattr(Card, "of", lambda device: Card(processors, kibibytes * 1024))
+    assert passes.heads_fit(runner) is (method == "auto")
+    monkeypatch.setattr(runner, "device", torch.device("cuda"))
+    monkeypatch.setattr(runner, "capture_rounds", lambda executor: None)
+    monkeypatch.setattr(passes, "executor_for", lambda mode, device: None)
+    passes.choose_passes(runner, "off", owned=True)
+    assert runner.attention == method
+
+
+@pytest.mark.parametrize("shared", [99, 163, 227])
+def test_cuts_shrink_until_they_fit(shared: int) -> None:
+    """First fewer steps in flight, then fewer queries; narrow heads are cut alike on all cards."""
+    card = Card(132, shared * 1024)
+    query, key = (
+        torch.empty(8, 128, 7, 576, device="meta", dtype=torch.bfloat16),
+        torch.empty(8, 1, 4096, 576, device="meta"),
+    )
+    made = tiling(query, key, 512, 4096, card)
+    assert (made.queries, made.stages) == {99: (16, 2), 163: (32, 2), 227: (64, 2)}[shared]
+    assert made.shared_bytes(576, 512, 2, card.shared) <= card.shared
+    narrow = [tiling(query[..., :128], key[..., :128], 128, 4096, Card(132, size)) for size in (99 << 10, card.shared)]
+    assert narrow[0] == narrow[1]
 
 
 # ── how the work is cut ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.models.attention.fused import Tiling, _block, has_triton, tiling
+from shoal.models.attention.fused import Card, Tiling, _block, has_triton, tiling
 
 CAPABILITIES = (80, 90, 100)
 """A100; H100 and H200; B200."""
@@ -104,12 +104,20 @@ def _dumped(file: Path, *what: str) -> str:
 
 
 def cut(
-    rows: int, heads: int, kv_heads: int, q: int, dim: int, span: int, dtype: torch.dtype = torch.bfloat16, values: int = 0
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    q: int,
+    dim: int,
+    span: int,
+    dtype: torch.dtype = torch.bfloat16,
+    values: int = 0,
+    capability: int = 90,
 ) -> Tiling:
     """The tiling of a pass. values: the size of a value's head where it is not the key's."""
     query = torch.empty(rows, heads, q, dim, dtype=dtype, device="meta")
     key = torch.empty(rows, kv_heads, span, dim, dtype=dtype, device="meta")
-    return tiling(query, key, values or dim, span, processors=132)
+    return tiling(query, key, values or dim, span, Card(132, SHARED[capability]))
 
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -133,12 +141,22 @@ class Variant:
 
     @property
     def cut(self) -> Tiling:
-        return cut(self.rows, self.heads, self.kv_heads, self.q, self.dim, 4096, FORMATS[self.dtype], self.values)
+        """That on an H100."""
+        return self.on(90)
+
+    def on(self, capability: int) -> Tiling:
+        shape = self.rows, self.heads, self.kv_heads, self.q, self.dim, 4096
+        return cut(*shape, FORMATS[self.dtype], self.values, capability)
+
+    def counted(self, capability: int) -> int:
+        """The bytes of shared memory that the method expects a program to take."""
+        size = FORMATS[self.dtype].itemsize
+        return self.on(capability).shared_bytes(self.dim, self.values or self.dim, size, SHARED[capability])
 
     def compiled(self, capability: int, folder: Path) -> Binary:
         from shoal.models.attention import fused_kernels
 
-        made, pointer, value_dim = self.cut, f"*{self.dtype}", self.values or self.dim
+        made, pointer, value_dim = self.on(capability), f"*{self.dtype}", self.values or self.dim
         there = {"shared_key": self.shared, "shared_value": self.shared, "sinks": self.sinks, "positions": self.trees}
         there |= {"words": self.trees, "logs": made.splits > 1}
         types = dict.fromkeys(("query", "key", "value", "shared_key", "shared_value", "sinks"), pointer)

@@ -6,7 +6,8 @@ import logging
 from contextlib import nullcontext
 
 from shoal.errors import RequestError
-from shoal.models.attention.methods import method_named
+from shoal.models.attention.fused import Card
+from shoal.models.attention.methods import method_named, resolved
 from shoal.models.compiled import executor_for
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.executors.transformers_models import C_DECODER, TRITON_LAYERS
@@ -50,6 +51,8 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
     if not runner.has_modules:
         return
     if runner.device.type != "cpu":
+        if not heads_fit(runner):
+            use_padded_attention(runner)
         runner.capture_rounds(executor_for(mode, runner.device))
         if mode == "off":
             runner.absent |= dict.fromkeys((CAPTURED, TRITON_LAYERS), "compile='off'")
@@ -71,6 +74,22 @@ def choose_passes(runner: Runner, mode: str, *, owned: bool) -> None:
         runner.absent[C_DECODER] = _not_wanted(owned)
     else:
         use_lean_passes(runner)
+
+
+def heads_fit(runner: Runner) -> bool:
+    """Returns False if the kernel of "auto" has no room for the heads of some layer on this card.
+
+    The latents of a model, for example, are 576 numbers wide.
+    """
+    if resolved(runner.attention, runner.device, runner.dtype) != "fused":
+        return True
+    if not runner.cache.measured:
+        runner.memory.token_bytes  # noqa: B018  # by a pass, which gives the cache its layers
+    card, size = Card.of(runner.device), runner.dtype.itemsize
+    return all(
+        card.holds(keys.shape[-1], values.shape[-1], size)
+        for keys, values, *_ in runner.cache.stores()
+    )
 
 
 def use_padded_attention(runner: Runner) -> None:

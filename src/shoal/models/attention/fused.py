@@ -34,6 +34,13 @@ SHARE = 256
 """The smallest number of keys that is worth a program."""
 MOST_SPLITS = 64
 """The largest number of shares of a query; one program joins them."""
+LEAST_SHARED = 99 * 1024
+"""The shared memory that a program may have on the smaller cards from compute capability 8.0 on."""
+SLACK = 1024
+"""The bytes of shared memory that the compiler may add to what `Tiling.shared_bytes` counts."""
+FROM_SHARED_MEMORY = 200 * 1024
+"""The shared memory of cards that multiply tiles of 64 queries out of it (compute capability 9.0
+and 10.0): they hold one more step of keys and values there."""
 PROGRAMS = 2
 """The number of programs per multiprocessor that shares of keys may make.
 
@@ -68,6 +75,50 @@ class Tiling:
         folded = query.shape[1] // key.shape[1] * query.shape[2]
         return -(-folded // self.queries)
 
+    def shared_bytes(self, dim: int, value_dim: int, itemsize: int, most: int) -> int:
+        """Returns the bytes of shared memory of a program; tests hold it to the compiled code.
+
+        Args:
+            dim: features of a query and a key.
+            value_dim: features of a value.
+            itemsize: bytes of a number.
+            most: bytes that a program of the card may have.
+        """
+        steps = self.stages - (self.queries < 64 or most < FROM_SHARED_MEMORY)
+        step = self.keys * (_block(dim) + _block(value_dim))
+        held = self.queries * (_block(dim) + self.keys) + steps * step
+        return held * itemsize + SLACK
+
+
+@dataclass(frozen=True)
+class Card:
+    """The limits of a GPU that a cut depends on.
+
+    Attributes:
+        processors: its multiprocessors.
+        shared: the bytes of shared memory that a program may have.
+    """
+
+    processors: int
+    shared: int
+
+    def holds(self, dim: int, value_dim: int, itemsize: int) -> bool:
+        """Returns True if the smallest cut for heads of these sizes fits into shared memory."""
+        return SMALLEST.shared_bytes(dim, value_dim, itemsize, self.shared) <= self.shared
+
+    @staticmethod
+    @cache
+    def of(device: torch.device) -> Card:
+        """Returns the limits of a device; the interpreter has one processor, and any memory."""
+        if device.type != "cuda":
+            return Card(1, 1 << 40)
+        found = torch.cuda.get_device_properties(device)
+        shared = getattr(found, "shared_memory_per_block_optin", LEAST_SHARED)  # no stub has it
+        return Card(found.multi_processor_count, shared)
+
+
+SMALLEST = Tiling(queries=16, keys=16, splits=1, warps=8)
+
 
 def available(query: Tensor) -> bool:
     """Returns True if the kernel runs well on the query's device, in its dtype."""
@@ -85,8 +136,8 @@ def fused(inputs: AttentionInputs) -> Tensor:
         [rows, q, heads, value dim]; unused query columns are zero.
 
     Raises:
-        RequestError: not on a CUDA device (nor in Triton's interpreter), without Triton, or in a
-            dtype that the kernel does not have.
+        RequestError: not on a CUDA device (nor in Triton's interpreter), without Triton, in a
+            dtype that the kernel does not have, or with heads too wide for the card.
     """
     query = inputs.query
     if not available(query):
@@ -98,11 +149,26 @@ def fused(inputs: AttentionInputs) -> Tensor:
             f"{query.dtype}{'' if has_triton() else ', no Triton 3.6'}; attention='auto' runs "
             f"anywhere"
         )
+    if not fits(inputs):
+        raise RequestError(
+            f"attention='fused' has no room for heads of {inputs.key.shape[-1]} numbers in "
+            f"{query.dtype}: {Card.of(query.device).shared // 1024} KiB of shared memory are too "
+            f"few; attention='auto' runs anywhere"
+        )
     return attend(inputs)
 
 
-def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: int) -> Tiling:
+def fits(inputs: AttentionInputs) -> bool:
+    """Returns True if the heads are not too wide for the shared memory of the device."""
+    key, value = inputs.key, inputs.value
+    return Card.of(key.device).holds(key.shape[-1], value.shape[-1], key.element_size())
+
+
+def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, card: Card) -> Tiling:
     """Returns a cut with steps of about `STEP_BYTES`, and just enough splits to occupy the GPU.
+
+    Where that is more than the card's shared memory, as with the latents of 576 features, fewer
+    steps are in flight, then a program has fewer queries.
 
     The number of splits is a power of two, so that few kernels are compiled. Tiles are as large as
     the registers of a program hold: with larger ones the compiler spills (tests/gpu/test_fused.py
@@ -112,7 +178,7 @@ def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: in
         query: [rows, heads, q, dim].
         key: [rows, kv heads, kv, dim].
         span: most keys a row may have.
-        processors: multiprocessors of the GPU.
+        card: the limits of the GPU.
     """
     rows, heads, q, dim = query.shape
     folded = heads // key.shape[1] * q
@@ -120,12 +186,17 @@ def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, processors: in
     queries = min(16 if single else 64, _block(folded))
     keys = STEP_BYTES // ((_block(dim) + _block(value_dim)) * query.element_size())
     keys = max(16, min(64, 1 << (keys.bit_length() - 1)))
-    wide = queries >= 32 and max(_block(dim), _block(value_dim)) >= 256
+    widest = max(_block(dim), _block(value_dim))
+    wide = (queries >= 32 and widest >= 256) or widest >= 1024
     cut = Tiling(
         queries, keys, splits=1, warps=8 if single or wide else 4, stages=3 if queries <= 32 else 2
     )
+    sizes = dim, value_dim, query.element_size(), card.shared
+    while cut.shared_bytes(*sizes) > card.shared and (cut.stages > 2 or cut.queries > 16):
+        fewer = {"stages": 2} if cut.stages > 2 else {"queries": cut.queries // 2}
+        cut = replace(cut, **fewer)
     programs = rows * key.shape[1] * cut.tiles(query, key)
-    splits = max(1, min(PROGRAMS * processors // programs, span // SHARE, MOST_SPLITS))
+    splits = max(1, min(PROGRAMS * card.processors // programs, span // SHARE, MOST_SPLITS))
     return replace(cut, splits=1 << (splits.bit_length() - 1))
 
 
@@ -153,7 +224,7 @@ def attend(inputs: AttentionInputs, cut: Tiling | None = None) -> Tensor:
     (rows, heads, q, dim), kv_heads, value_dim = query.shape, key.shape[1], value.shape[-1]
     if cut is None:
         span = key.shape[2] + (0 if shared_key is None else shared_key.shape[0])
-        cut = tiling(query, key, value_dim, span, _processors(query.device))
+        cut = tiling(query, key, value_dim, span, Card.of(query.device))
     out = query.new_empty(rows, q, heads, value_dim)
     parts = out if cut.splits == 1 else out.new_empty(cut.splits, *out.shape, dtype=torch.float32)
     logs = None if cut.splits == 1 else parts.new_empty(parts.shape[:-1])
@@ -264,16 +335,6 @@ def _block(size: int) -> int:
 def _dense(tensor: Tensor) -> Tensor:
     """Returns the tensor with a last stride of 1; the kernels take any other strides."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a GPU; 1 for the interpreter."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
 
 
 @cache

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.functional import pad as zero_pad
 
 from shoal.errors import InternalError, RequestError, UnsupportedModel
-from shoal.models.attention.fused import available, fused
+from shoal.models.attention.fused import available, fits, fused
 from shoal.models.attention.inputs import AttentionInputs, additive, seen_in_chains
 from shoal.models.attention.native import available as native_available
 from shoal.models.attention.native import native
@@ -146,7 +146,7 @@ Method = Callable[[AttentionInputs], Tensor]
 def auto(inputs: AttentionInputs) -> Tensor:
     """Attends by a kernel where there is one, else by the padded call."""
     if inputs.query.is_cuda:
-        return fused(inputs) if available(inputs.query) else pad(inputs)
+        return fused(inputs) if available(inputs.query) and fits(inputs) else pad(inputs)
     return (
         native(inputs) if native_available(inputs.query.device, inputs.query.dtype) else pad(inputs)
     )

@@ -27,7 +27,7 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
 from shoal.models import loading
 from shoal.models.attention import fused_kernels, methods
-from shoal.models.attention.fused import Tiling, attend, fused
+from shoal.models.attention.fused import Card, Tiling, attend, fused, tiling
 from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model
@@ -42,6 +42,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 NAN = float("nan")
 SMALL = Tiling(queries=16, keys=16, splits=1)
+H100 = Card(processors=132, shared=227 * 1024)
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,32 @@ def test_the_shapes_decide_the_cut_if_nobody_does() -> None:
     data = fill(Case((Row(300, 2), Row(599, 1)), kv_heads=1, dim=64, value_dim=64))
     truth = plainly(data, torch.float64)
     assert float((fused(data.inputs).cpu().double() - truth).abs().max()) <= tolerance(data, truth)
+
+
+REAL = {
+    "Llama-2 7B, verifying": Case((Row(130, 7), Row(61, 2)), kv_heads=1, group=1),
+    "Llama-3 8B, plain": Case((Row(300, 1), Row(20, 1)), kv_heads=1, group=4),
+    "Llama-3 8B, 17 columns, two tiles of 64": Case((Row(70, 17), Row(9, 3)), kv_heads=1, group=4),
+    "Llama-2 70B, verifying": Case((Row(65, 7),), kv_heads=1, group=8),
+    "Qwen2 7B, a shared prompt": Case((Row(90, 7, 0), Row(75, 2, 0)), (70,), kv_heads=1, group=7),
+    "Qwen3 8B, a tree": Case((Row(90, 9),), kv_heads=1, group=4, trees=True),
+    "Gemma 2 27B, verifying": Case((Row(66, 7),), kv_heads=2, group=2, softcap=50.0, window=64),
+    "Falcon 7B, plain": Case((Row(100, 1),), kv_heads=1, group=71, dim=64, value_dim=64),
+    "DeepSeek-V3, latents": Case((Row(40, 2),), kv_heads=1, group=16, dim=576, value_dim=512),
+}
+"""Passes of real models, as the card cuts them: heads of 128, their ratios of queries to keys, tiles of 64 queries."""
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_heads_of_real_models(name: str) -> None:
+    case = REAL[name]
+    dims = (case.dim, case.value_dim) if case.dim != 16 else (128, 128)
+    case = replace(case, dim=dims[0], value_dim=dims[1], dtype=torch.bfloat16)
+    inputs = fill(case).inputs
+    span = inputs.key.shape[2] + (0 if inputs.shared_key is None else inputs.shared_key.shape[0])
+    made = tiling(inputs.query, inputs.key, case.value_dim, span, H100)
+    assert (made.queries >= 64) is (case.group * max(row.count for row in case.rows) > 32)
+    assert excess(replace(case, cut=made)) <= 1
 
 
 def test_the_poison_is_there() -> None:

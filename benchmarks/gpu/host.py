@@ -38,6 +38,8 @@ from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request
 
 WARM_UPS = 40
+UNLAUNCHED = 16
+"""Rounds at most that launch nothing."""
 PROMPT = (1, 2, 3)
 Line = dict[str, Any]
 
@@ -181,15 +183,21 @@ def parts(moments: list[Moment], of: Callable[[Moment], int]) -> dict[str, int]:
     }
 
 
+def launching(step: Callable[[Engine], list[Moment]], engine: Engine, count: int) -> list[list[Moment]]:
+    """The moments of rounds that launched a function; a cache that must grow first keeps the next one from being launched ahead."""
+    rounds = (step(engine) for _ in range(count + UNLAUNCHED))
+    return list(itertools.islice((one for one in rounds if any(moment.name == "launch" for moment in one)), count))
+
+
 def measured(drafts: int, rows: int, repeats: int, ahead: bool = False) -> Line:
     """The host's time and calls in rounds of `drafts` drafts, launched ahead of verdicts or after them."""
     watch = Watch()
     with standing_still(watch, ahead):
-        engine = started(drafts, rows, (1 + drafts) * (WARM_UPS + 2 * repeats + 2))
+        engine = started(drafts, rows, (1 + drafts) * (WARM_UPS + 2 * (repeats + UNLAUNCHED) + 2))
         used = engine._stages.captured.launched_ahead
         before = used["used"]
-        times = [parts(watch.round(engine), lambda one: one.time) for _ in range(repeats)]
-        calls = [parts(watch.counted_round(engine), lambda one: one.calls) for _ in range(repeats)]
+        times = [parts(one, lambda one: one.time) for one in launching(watch.round, engine, repeats)]
+        calls = [parts(one, lambda one: one.calls) for one in launching(watch.counted_round, engine, repeats)]
     line: Line = {"drafts": drafts, "rows": rows, "launched ahead": (used["used"] - before) / (2 * repeats)}
     for name in times[0]:
         line[f"{name} us"] = quantiles(each[name] / 1000 for each in times)[0]

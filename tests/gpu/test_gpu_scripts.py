@@ -656,6 +656,14 @@ def test_the_host_calls_few_functions_in_a_round_that_was_launched_ahead(script:
 
 
 @pytest.mark.parametrize("script", ["host"], indirect=True)
+def test_rounds_before_a_cache_grows_launch_nothing_and_are_left_out(script: Any) -> None:
+    """After 64 tokens the caches of these rows grow."""
+    line = script.measured(0, rows=2, repeats=24, ahead=True)
+    assert 0.9 < line["launched ahead"] < 1
+    assert line["calls"] > 0
+
+
+@pytest.mark.parametrize("script", ["host"], indirect=True)
 def test_what_the_host_takes_is_written_down(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "measured", lambda drafts, rows, repeats, ahead: {"drafts": drafts, "launched ahead": ahead})
     assert run_script(script, monkeypatch, tmp_path, "--drafts", "0,6") == 0

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -96,12 +97,14 @@ def test_figures_follow_from_the_runs(report: Report) -> None:
         assert one.speedup == pytest.approx(Spread.of(ratios))
         assert one.ms_first <= one.ms_last * 1.001  # rows of equal length
         if one.baseline:
-            assert one.rounds is one.acceptance_length is one.identity is None
+            assert one.rounds is one.acceptance_length is one.identity is one.decoding is None
             continue
         stats = [run["stats"] for run in one.runs]
         for run in stats:
             assert run["committed"] == run["accepted"] + run["row_rounds"]
         assert one.acceptance_length == pytest.approx(sum(s["committed"] / s["row_rounds"] for s in stats) / len(stats))
+        assert one.decoding == pytest.approx(median(s["committed"] / s["seconds_rounds"] for s in stats))
+        assert one.decoding >= one.tokens_per_second.median  # prompts take time
         assert set(one.stages) == {"draft", "verify", "accept", "commit", "other"}
         assert min(one.stages.values()) >= 0
         drafts = one.setting != "off"

@@ -75,6 +75,7 @@ class ReportLine:
         rounds: the rounds of one run.
         stages: the milliseconds per round in draft, verify, accept, commit, other.
         prefill: the milliseconds of prefill of a run.
+        decoding: the tokens per second of a run's rounds, without its prompts.
         flops: the operations per second that the models must do (see `shoal.bench.evidence`).
         bytes: the bytes per second that the models must move.
         peak_bytes: the weights and all tensors alive at once.
@@ -100,6 +101,7 @@ class ReportLine:
     rounds: float | None = None
     stages: dict[str, float] = field(default_factory=dict)
     prefill: float | None = None
+    decoding: float | None = None
     flops: float | None = None
     bytes: float | None = None
     peak_bytes: int | None = None
@@ -171,6 +173,10 @@ def _counts(stats: Sequence[Stats]) -> dict[str, Any]:
     return {name: median(getattr(one, name) for one in stats) for name in names} | {
         "stages": {name: median(one[name] for one in stages) for name in stages[0]},
         "prefill": median(1000 * one.seconds_prefill for one in stats),
+        "decoding": median(
+            one.committed / one.seconds_rounds if one.seconds_rounds else 0.0 for one in stats
+        )
+        or None,
     }
 
 

@@ -75,6 +75,7 @@ def _work(report: Report) -> tuple[Column, ...]:
     return (
         ("batch", lambda one: str(one.batch)),
         ("setting", lambda one: one.label),
+        ("decoding tokens/s", lambda one: _figure(one.decoding, ".0f")),
         ("drafted", lambda one: _figure(one.drafted, ".0f")),
         ("accepted", lambda one: _figure(one.accepted, ".0f")),
         *((name, lambda one, name=name: _figure(one.stages.get(name), ".2f")) for name in stages),

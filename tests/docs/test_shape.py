@@ -23,14 +23,14 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 362,
-    "lines": 86_956,
+    "lines": 86_976,
     "short modules": 3,
     "long modules": 0,
     "long functions": 4,
     "long lines": 0,
     "packed statements": 0,
     "functions of many parameters": 12,
-    "classes of many members": 1,
+    "classes of many members": 0,
     "calls of many positions": 0,
     "class names used twice": 0,
     "module names used twice": 2,

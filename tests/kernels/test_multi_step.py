@@ -1,6 +1,6 @@
 """Several plain rounds in one go: tokens, log-probabilities and counts are those of the same rounds one by one.
 
-Tests of: engine.multi_step, engine.commit, models.lean.steps, models.runner, sampling.ahead.
+Tests of: engine.multi_step, engine.commit, models.lean.steps, models.model_facts, models.runner, sampling.uniforms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.models.passes import use_lean_passes
 from shoal.models.runner import Runner
 from shoal.models.weights.matrix import PACKED
 from shoal.sampling.acceptance import Rejection
-from shoal.sampling.ahead import UniformsAhead
+from shoal.sampling.uniforms import UniformsAhead
 from shoal.testing import tiny_model, tiny_tokenizer
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome

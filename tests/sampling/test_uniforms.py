@@ -2,7 +2,7 @@
 
 The statistical tests are deterministic; on an ideal generator each would fail with probability 1e-6.
 
-Tests of: sampling.ahead, sampling.uniforms.
+Tests of: sampling.uniforms.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.ahead import AHEAD, UniformsAhead
-from shoal.sampling.uniforms import Purpose, group_seed, row_seed, uniforms
+from shoal.sampling.uniforms import AHEAD, Purpose, UniformsAhead, group_seed, row_seed, uniforms
 from shoal.testing.drafters import engine_of
 from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, scripted

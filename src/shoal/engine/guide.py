@@ -67,7 +67,7 @@ class Guide:
     """
 
     def __init__(self, model: Runner, role: Literal["guide", "expert"] = "guide") -> None:
-        self.runner = model.fork_for_ordinary_passes()
+        self.runner = model.fork(ordinary=True)
         self.slots = DraftSlots(self.runner, pending=1)
         self.role = role
 

@@ -23,10 +23,10 @@ from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.lean.steps import Drawing, lean_steps, rounds_at_once
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.acceptance.one_sample import decides_chains
-from shoal.sampling.ahead import UniformsAhead
 from shoal.sampling.controls import change
 from shoal.sampling.distributions import RACES
 from shoal.sampling.native_draws import known
+from shoal.sampling.uniforms import UniformsAhead
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict
 

@@ -81,7 +81,7 @@ class PrefixMemory:
         tokens detects other code, such as hooks or an adapter that is switched off. Changes of the
         draft model are not looked for, because they change no distribution.
         """
-        runner = target.fork_for_ordinary_passes()
+        runner = target.fork(ordinary=True)
         runner.memory.reserve(1, PROBED)
         runner.cache.rollback(0, 0)
         ids = torch.arange(PROBED, device=runner.device)[None] % min(

@@ -75,7 +75,7 @@ def _scored(
 ) -> list[tuple[list[float], bool]]:
     found: list[tuple[list[float], bool]] = [([], True) for _ in pairs]
     contexts = _contexts(target, pairs)
-    runner = target.fork_for_ordinary_passes()
+    runner = target.fork(ordinary=True)
     for start in range(0, len(contexts), ROWS):
         batch = contexts[start : start + ROWS]
         runner.memory.reserve(len(batch), max(context.cells for context in batch))

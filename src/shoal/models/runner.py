@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,14 +11,10 @@ from torch import Tensor
 
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models import compiled
-from shoal.models.attention import methods
-from shoal.models.bridge import Bridge
-from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache import Plan
 from shoal.models.cache.kept_prompts import KeptPrefixes
 from shoal.models.cache.kept_rows import KeptStates
-from shoal.models.cache.mixing import Mixers
 from shoal.models.cache.pass_plan import PACK_FROM, Parents
-from shoal.models.cache.states import StateCache
 from shoal.models.cache_memory import CacheMemory
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.device_time import RunnerCounts
@@ -34,88 +29,37 @@ from shoal.models.executors.executor import (
 )
 from shoal.models.executors.transformers_models import CDecoder, LayerLoop, Modules, TritonLayers
 from shoal.models.lean.forward import LeanPass
-from shoal.models.load_checks import KeptChecks
-from shoal.models.weights import nbytes
-from shoal.models.weights.groups import parameter_count
-from shoal.native.build import expect_forks
+from shoal.models.model_facts import ModelFacts
 from shoal.types.requests import Prefix
 
 
-class Runner:
+class Runner(ModelFacts):
     """A causal LM that feeds ragged blocks.
 
     Attributes:
-        has_modules: True if `hf` is a Transformers model, whose modules and weights may be read.
-        hf: the Transformers model, never modified.
-        name: the name of the model as the user wrote it.
-        bridge: the way into the Transformers model.
-        attention_path: "interface" or "mask" (`shoal.models.bridge`).
-        attention: the name of the attention method.
-        method: that method.
-        kv_block: the number of tokens of which a slot's room is a multiple.
-        context: the largest number of tokens that a row may hold.
-        vocab_size: the width of the logits.
-        known_ids: the number of ids that the model can read.
-        device: the device of the model when the runner was made or forked.
-        dtype: the number format of the model at that time.
         cache: the slot cache.
         counts: the passes so far, and the time in them.
         captures: the captured rounds, if any.
         lean: the lean pass that computes ordinary passes in place of the model's modules, if set.
-        packs: True if blocks with many unused columns are fed without them, as one sequence.
-        shares: True if rows of a group may read one stored prompt.
-        takes_trees: False if draft trees cannot be fed: the model finds positions, or keeps states.
-        mixers: the modules that keep recurrent states (`shoal.models.mixers`); None if none does.
         hidden_layers: the numbers of the hidden states that each pass keeps in `hidden`, as
             Transformers numbers them: 0 is the embeddings, i the output of layer i, and the number
             of layers is the input of the head. With them no round is captured or one call.
         vectors: the vectors that negative ids stand for, [count, width], or None (`use_vectors`).
         hidden: the hidden states of the last pass, [rows, q, layers * width], the layers side by
             side; padding columns are meaningless.
-        forward_context: the function of the context of each pass (`shoal.models.fixed_shapes`).
-        kv: the format of keys and values in the cache, "off" or "int8".
-        notes: the measurements and choices of the load, by subject.
-        absent: the executors that were ruled out when the model was loaded, and the reasons.
-        self_check_error: the error that `selfcheck` measured; None before it has run.
-        kept_checks: the results of checks that an earlier load has kept.
     """
-
-    has_modules = True
 
     def __init__(
         self, hf: Any, name: str, attention_path: str, context: int, attention_name: str = "auto"
     ) -> None:
-        self.hf, self.name, self.attention_path, self.context = hf, name, attention_path, context
-        masked = name if attention_path == "mask" else ""
-        self.attention, self.method = attention_name, methods.method_named(attention_name, masked)
-        expect_forks()
-        self.device: torch.device = hf.device
-        self.dtype: torch.dtype = hf.dtype
-        self.mixers: Mixers | None = None
-        self.kv = "off"
-        self.vocab_size = self.known_ids = int(hf.get_output_embeddings().weight.shape[0])
+        super().__init__(hf, name, attention_path, context, attention_name)
         self.cache = self.new_cache()
-        self.absent: dict[str, str] = {}
         self.counts = RunnerCounts(self.device)
         self.hidden_layers: tuple[int, ...] = ()
         self.hidden: Tensor | None = None
         self.vectors: Tensor | None = None
         self.captures: compiled.Captures | None = None
         self.lean: LeanPass | None = None
-        self.self_check_error: float | None = None
-        self.kept_checks = KeptChecks()
-        self.bridge = Bridge(hf, attention_path, context)
-        self.takes_trees = self.bridge.takes_positions
-        self.packs = attention_path == "interface" and self.bridge.takes_positions
-        self.shares = self.packs and attention_name in methods.SHARING
-        self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.notes: dict[str, str] = {}
-        self.kv_block = methods.KV_BLOCKS.get(attention_name, 1)
-
-    def new_cache(self) -> SlotCache:
-        """Returns an empty cache of the kind that the executors take."""
-        rounds = self.kv == "int8"
-        return SlotCache(rounds) if self.mixers is None else StateCache(self.mixers, rounds)
 
     @property
     def memory(self) -> CacheMemory:
@@ -129,27 +73,12 @@ class Runner:
         return KeptPrefixes(tokens)
 
     @property
-    def parameter_bytes(self) -> int:
-        """The number of bytes that the weights take, tied ones counted once."""
-        return nbytes(list(self.hf.parameters()))
-
-    @property
-    def parameter_count(self) -> int:
-        """The number of weights, tied ones counted once."""
-        return parameter_count(self.hf)
-
-    @property
     def skips_padding(self) -> bool:
         """True if a pass takes the time of its real tokens only.
 
         Such a pass leaves unused columns out; captured rounds compute them.
         """
         return self.packs and self.captures is None
-
-    @property
-    def cut_obstacle(self) -> str | None:
-        """The reason why the model's first layers cannot be computed alone; None if they can."""
-        return None if self.mixers is None else "its layers keep recurrent states"
 
     @property
     def can_keep_prefixes(self) -> bool:
@@ -159,11 +88,6 @@ class Runner:
         states are kept elsewhere than in the cache.
         """
         return not self.hidden_layers and (self.mixers is not None or not self.keeps_states)
-
-    @property
-    def keeps_states(self) -> bool:
-        """True if layers keep recurrent states, which go back to few earlier lengths."""
-        return self.mixers is not None
 
     def capture_rounds(self, executor: str | None) -> None:
         """Captures rounds from now on if that is possible.
@@ -187,13 +111,6 @@ class Runner:
 
     def _new_captures(self, executor: str) -> compiled.Captures:
         return compiled.Captures(self.bridge, self.name, executor, self.attention)
-
-    def plain_logits(self, tokens: Tensor) -> Tensor:
-        """Computes the logits [rows, q, vocab] without a cache, by the model's own attention.
-
-        The passes are checked against these logits.
-        """
-        return self.bridge.plain_states(tokens, ())[0]
 
     @property
     def seconds_building(self) -> float:
@@ -228,18 +145,18 @@ class Runner:
         require_vectors(self.hf, self.name)
         self.vectors = vectors.to(self.device, self.dtype).contiguous()
 
-    def fork(self) -> Runner:
-        """Returns the same model for one engine, with a cache and counters of its own."""
+    def fork(self, ordinary: bool = False) -> Runner:
+        """Returns the same model for one engine, with a cache and counters of its own.
+
+        Args:
+            ordinary: True = no round of it is captured.
+        """
         other = self._copied()
         other.device, other.dtype = self.hf.device, self.hf.dtype
         other.counts = RunnerCounts(other.device)  # which may have moved
         other.cache = self.new_cache() if self.captures is None else self.captures.cache_for(other)
-        return other
-
-    def fork_for_ordinary_passes(self) -> Runner:
-        """Returns the same model for ordinary passes, over a cache without captures."""
-        other = self.fork()
-        other.captures = None
+        if ordinary:
+            other.captures = None
         return other
 
     def over_same_cache(self, hf: Any, lean: LeanPass | None) -> Runner:

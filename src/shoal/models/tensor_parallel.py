@@ -114,9 +114,9 @@ class _Leading(Runner):
         vars(self).update(vars(runner))
         self._ranks = ranks
 
-    def fork(self) -> Runner:
-        """Returns the same model with a cache and counters of its own."""
-        other = super().fork()
+    def fork(self, ordinary: bool = False) -> Runner:
+        """Returns the same model with a cache and counters of its own, see `Runner.fork`."""
+        other = super().fork(ordinary)
         other.cache = _LedCache(self._ranks) if self.captures is None else other.cache
         return other
 

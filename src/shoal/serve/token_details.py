@@ -210,7 +210,7 @@ class Scoring:
                 f"prompt ids must be in 0..{target.vocab_size - 1}, got {min(ids)}..{max(ids)}"
             )
         self._ids, self._top = list(ids), top
-        self._runner: Runner | None = target.fork_for_ordinary_passes()
+        self._runner: Runner | None = target.fork(ordinary=True)
         self._runner.memory.reserve(1, len(ids))
         self._logprobs: list[float | None] = [None]  # the first token has no probability
         self._tops: list[TopLogprobs | None] = [None]

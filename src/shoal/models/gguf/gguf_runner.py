@@ -155,9 +155,9 @@ class GgufRunner(Runner):
         """Returns memory for `tokens` tokens of rows that have left."""
         return KeptSequences(tokens, library().llama_model_n_swa(self.hf.handle))
 
-    def fork(self) -> Runner:
+    def fork(self, ordinary: bool = False) -> Runner:
         """Returns a runner of the same model with a cache and counters of its own."""
-        other = super().fork()
+        other = super().fork(ordinary)
         assert isinstance(other, GgufRunner)
         other._executor = LlamaCpp(self.hf)
         return other

@@ -118,6 +118,25 @@ def test_what_was_used_last_stays() -> None:
     assert not tree.find("", [1, 2])
 
 
+class Owner(str):
+    """An owner that counts how often it is looked up."""
+
+    looked_up = 0
+
+    def __hash__(self) -> int:
+        Owner.looked_up += 1
+        return super().__hash__()
+
+
+def test_giving_up_an_owner_does_not_look_at_the_others() -> None:
+    """Thousands of owners with a prompt each, which go one by one: each costs a few look-ups."""
+    tree, Owner.looked_up = PrefixTree(2_000), 0
+    for number in range(4_000):
+        tree.add(Owner(number), [1])
+    assert len(tree._roots) == tree.used == 2_000
+    assert Owner.looked_up <= 4 * 4_000
+
+
 def test_room_that_is_not_used_takes_nothing() -> None:
     tree = PrefixTree(1 << 60)
     assert tree.add("", [1, 2, 3]) == (0, [0, 1, 2])

@@ -54,6 +54,16 @@ class _PrefixNode:
             node = node.parent
 
 
+class _Root(_PrefixNode):
+    """The node above the first tokens of an owner."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: str) -> None:
+        super().__init__((), [], None)
+        self.owner = owner
+
+
 class PrefixTree:
     """The prefixes of token ids and the cells that hold them.
 
@@ -66,7 +76,7 @@ class PrefixTree:
         self._free = array("q")
         # Cells from `_begun` on were never taken, so that memory grows with the kept tokens.
         self._begun = 0
-        self._roots: dict[str, _PrefixNode] = {}
+        self._roots: dict[str, _Root] = {}
         self._by_use: OrderedDict[_PrefixNode, None] = OrderedDict()
 
     @property
@@ -82,9 +92,10 @@ class PrefixTree:
     def find(self, owner: str, tokens: Sequence[int]) -> Cells:
         """Returns the cells of the longest kept prefix of the tokens, and counts it as used."""
         cells: Cells = []
-        root = last = self._roots.get(owner, _PrefixNode((), [], None))
-        for last, shared in self._walk(root, tokens):
-            cells += last.cells[:shared]
+        last: _PrefixNode = self._roots.get(owner) or _Root(owner)
+        for node, shared in self._walk(last, tokens):
+            cells += node.cells[:shared]
+            last = node
         self._use(last)
         return cells
 
@@ -95,7 +106,8 @@ class PrefixTree:
             The number of tokens that were kept before, and the cells of the tokens that follow; the
             caller fills them.
         """
-        root = node = self._roots.pop(owner, None) or _PrefixNode((), [], None)
+        root = self._roots.pop(owner, None) or _Root(owner)
+        node: _PrefixNode = root
         known = 0
         for found, shared in self._walk(node, tokens):
             known += shared
@@ -160,8 +172,8 @@ class PrefixTree:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.tokens[0]]
-        if parent.parent is None and not parent.children:
-            self._roots = {owner: root for owner, root in self._roots.items() if root is not parent}
+        if isinstance(parent, _Root) and not parent.children:
+            self._roots.pop(parent.owner, None)  # not there while `add` has it
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

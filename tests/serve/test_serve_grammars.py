@@ -104,6 +104,22 @@ def test_an_endless_grammar_is_refused_once_and_for_all(server: Served, monkeypa
     assert_all_given_back(server)
 
 
+def test_of_refused_grammars_a_digest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 of them at 256 KiB each would be 64 MiB."""
+    checks = counted(monkeypatch, Probe, "check")
+    reader, wrong = GrammarReader(tiny_tokenizer(), VOCABULARY), Grammar("regex", "(" * 50_000)
+
+    async def refused() -> None:
+        for _ in range(2):
+            with pytest.raises(RequestError):
+                await reader.read(wrong, None)
+
+    asyncio.run(refused())
+    reader.close()
+    assert len(checks) == 1
+    assert [len(key) for key in reader._refused] == [32]
+
+
 def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
     """The calls of a method from now on."""
     calls: list[Any] = []

@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import json
 import os
@@ -37,7 +38,7 @@ MAX_WAITING = 64
 """The number of grammars that may wait to be compiled; further requests are answered with 429."""
 MAX_REMEMBERED_REFUSALS = 256
 """The number of refused grammars whose error is kept, because a client often sends the same grammar
-again."""
+again. Of the grammar a digest is kept: its text may have 256 KiB."""
 TOO_MUCH = {
     "slow": f"it takes more than {CPU_SECONDS} s of processor time to read; make it smaller",
     "large": f"it takes more than {MEMORY_BYTES >> 20} MiB to read, or is nested too deeply; "
@@ -82,7 +83,7 @@ class GrammarReader:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._pool = ThreadPoolExecutor(READER_THREADS, "shoal-grammar-reader")
         self._readings: dict[Grammar, _Reading] = {}
-        self._refused: OrderedDict[Grammar, str] = OrderedDict()
+        self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._grammars: Grammars | None = None
         self._probes = threading.local()
         self._open: list[Probe] = []
@@ -99,8 +100,9 @@ class GrammarReader:
             RequestError: the grammar is invalid, or exceeds a limit.
             ApiError: 429, too many wait; 503, not compiled in time.
         """
-        if grammar in self._refused:
-            raise RequestError(self._refused[grammar])
+        why = self._refused.get(_digest(grammar))
+        if why is not None:
+            raise RequestError(why)
         known = self._grammars.known(grammar) if self._grammars is not None else None
         return known if known is not None else await self._read(grammar, seconds)
 
@@ -114,7 +116,7 @@ class GrammarReader:
                 503, f"the grammar was not read within {seconds} s", code="grammar_timeout"
             ) from error
         except RequestError as error:
-            self._refused[grammar] = str(error)
+            self._refused[_digest(grammar)] = str(error)
             while len(self._refused) > MAX_REMEMBERED_REFUSALS:
                 self._refused.popitem(last=False)
             raise
@@ -171,6 +173,10 @@ class GrammarReader:
             found = self._probes.own = Probe(grammars)
             self._open.append(found)
         return found
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return hashlib.sha256(repr(grammar).encode("utf-8", "backslashreplace")).digest()
 
 
 class Probe:

@@ -25,6 +25,7 @@ import sys
 import time
 import types
 import uuid
+from contextlib import suppress
 from typing import Any
 
 _SEQUENCES: dict[str, Any] = {
@@ -143,7 +144,7 @@ class NotSerializable(TypeError):
     """A value that is not plain data."""
 
 
-def encode(value: Any, own: Any = None) -> Any:
+def encode(value: Any, own: str = "") -> Any:
     """Encodes plain data as JSON: [value, node, ...].
 
     A value is a scalar of JSON, or [number of a node]. A node is [kind, value, ...]. Values of
@@ -152,7 +153,7 @@ def encode(value: Any, own: Any = None) -> Any:
 
     Args:
         value: the value.
-        own: the classes by name whose objects may be sent by their attributes; None = none.
+        own: the module of the classes whose objects may be sent by their attributes; empty = none.
 
     Raises:
         NotSerializable: the value is no plain data.
@@ -167,7 +168,7 @@ def encode(value: Any, own: Any = None) -> Any:
         if simple:
             return scalar
         if id(part) not in places:
-            kind, parts = _node(part, own or {})
+            kind, parts = _node(part, own)
             held.append(part)
             places[id(part)] = [len(nodes)]
             nodes.append([kind])
@@ -219,48 +220,57 @@ def _integer(value: Any) -> int:
     return int.__int__(value) if isinstance(value, int) else int(value)
 
 
-def _attributes(value: Any) -> Any:
-    """Returns the name of an object's class, and names and values of its attributes in turns.
+def _attributes(value: Any, own: str) -> Any:
+    """Returns the parts of an object of a program's own class.
 
-    A member of an enumeration has its name.
+    These are the class's name, whether the class compares by worth, what the class adds to the
+    attributes (constants and properties), the object's texts, and names and values of its
+    attributes in turns.
     """
+    kind: Any = type(value)
     if isinstance(value, enum.Enum):
-        return type(value).__name__, value.name
-    given = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    slots = [name for one in given for name in ([one] if isinstance(one, str) else one)]
-    found = {one: getattr(value, one) for one in slots if one[:2] != "__" and hasattr(value, one)}
-    pairs = {**found, **getattr(value, "__dict__", {})}.items()
-    return (type(value).__name__, *(each for pair in pairs for each in pair))
+        return (kind.__name__, True, (), None, "name", value.name, "value", value.value)
+    found, added = {}, {}
+    for base in reversed(kind.__mro__[:-1]):
+        for name, each in vars(base).items():
+            method = callable(each) or hasattr(each, "__func__")
+            if isinstance(each, types.MemberDescriptorType) and hasattr(value, name):
+                found[name] = getattr(value, name)
+            elif name[:2] != "__" and not method:
+                with suppress(Exception):  # a property's
+                    added[name] = getattr(value, name)
+    found.update(getattr(value, "__dict__", {}))
+    kept, more = (
+        tuple(each for pair in pairs.items() if _sendable(pair[1], own) for each in pair)
+        for pairs in (found, added)
+    )
+    texts = None
+    if kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__:
+        with suppress(Exception):
+            texts = (str(value)[:LONGEST_TEXT], repr(value)[:LONGEST_TEXT])
+    by_worth = kind.__eq__ is not object.__eq__
+    return (kind.__name__, by_worth, more, texts, *kept)
 
 
-def _object(own: Any, name: str, *attributes: Any) -> Any:
-    """Returns the object of a class of that name with these attributes; no method gives way.
-
-    Raises:
-        TypeError: there is no such class, or an attribute is a method of it.
-    """
-    kind: Any = (own or {}).get(name)
-    if isinstance(kind, enum.EnumMeta):
-        return kind[attributes[0]]
-    if not isinstance(kind, type):
-        raise TypeError(
-            f"a value of the type {name!r}, which the completion defines, cannot reach the tests"
-        )
-    made: Any = object.__new__(kind)
-    for attribute, value in zip(attributes[::2], attributes[1::2]):  # noqa: B905 - Python 3.7
-        if attribute[:2] == "__" or callable(getattr(kind, attribute, None)):
-            raise TypeError(f"{attribute!r} of a {name!r} is no attribute, or a method")
-        object.__setattr__(made, attribute, value)
-    return made
+def _sendable(value: Any, own: str) -> bool:
+    """Tells whether an attribute can be sent, as far as it can be seen from outside."""
+    try:
+        return type(value).__module__ == own or _scalar(value)[1] or bool(_node(value, ""))
+    except NotSerializable:
+        return False
 
 
-def _node(value: Any, own_types: Any) -> tuple[str, Any]:
+LONGEST_TEXT = 1000
+"""The number of characters of an object's `str` and `repr` that are sent."""
+
+
+def _node(value: Any, own: str) -> tuple[str, Any]:
     """Returns the kind of a value and its parts."""
     if isinstance(value, numbers.Integral):
         return "int", (f"{_integer(value):x}",)
-    own: str = getattr(value, "__name__", "") if isinstance(value, type) else ""
-    if own and getattr(builtins, own, None) is value:
-        return "type", (own,)
+    name: str = getattr(value, "__name__", "") if isinstance(value, type) else ""
+    if name and getattr(builtins, name, None) is value:
+        return "type", (name,)
     if isinstance(value, Exception) and vars(builtins).get(type(value).__name__) is type(value):
         return "exception", (type(value).__name__, *value.args)
     names: Any = getattr(type(value), "_fields", None)
@@ -278,18 +288,25 @@ def _node(value: Any, own_types: Any) -> tuple[str, Any]:
         if not (whole.dtype.hasobject or whole.dtype.names):
             scalar = not isinstance(value, numpy.ndarray)
             return "numpy", (whole.dtype.str, scalar, whole.tobytes().hex(), *whole.shape)
-    if own_types.get(type(value).__name__) is type(value):
-        return "own", _attributes(value)
+    if own and type(value).__module__ == own:
+        return "own", _attributes(value, own)
     raise NotSerializable(
         f"a value of the type {type(value).__name__!r} cannot pass between a completion and its "
         f"tests"
     )
 
 
-def decode(message: Any, own: Any = None) -> Any:
+def decode(message: Any, objects: Any = None) -> Any:
     """Returns the value that was encoded.
 
-    It has only types that `encode` knows, and those of `own`, for any message.
+    It has only types that `encode` knows, and those that `objects` makes, for any message.
+
+    Args:
+        message: the message.
+        objects: what makes the objects of a program's own classes; None = nothing does.
+
+    Raises:
+        TypeError: there is an object that cannot be made.
     """
     root, *nodes = message
     made: dict[int, Any] = {}
@@ -300,21 +317,24 @@ def decode(message: Any, own: Any = None) -> Any:
     for number, (kind, *_) in enumerate(nodes):
         if kind in _CONTAINERS:
             made[number] = _CONTAINERS[kind]()
+        elif kind == "own" and objects is None:
+            raise TypeError("objects of a program's own classes cannot be sent this way")
     waiting = [number for number in range(len(nodes)) if number not in made]
     while waiting:  # from the end, as the parts of a node mostly stand behind it
         number = waiting[-1]
         kind, *parts = nodes[number]
+        if kind == "own" and number not in made:
+            made[number] = objects.blank(*parts)  # it may contain itself
         missing = [part[0] for part in parts if isinstance(part, list) and part[0] not in made]
-        if number not in made and missing:
+        if missing and (kind == "own" or number not in made):
             waiting.append(missing[0])
             if len(waiting) > 2 * len(nodes):
                 raise ValueError("a value that contains itself and cannot")
         else:
-            if number not in made:
-                finished = [*map(value, parts)]
-                made[number] = (
-                    _object(own, *finished) if kind == "own" else _finished(kind, finished)
-                )
+            if kind == "own":
+                objects.equip(made[number], *map(value, parts[2:]))
+            elif number not in made:
+                made[number] = _finished(kind, [*map(value, parts)])
             waiting.pop()
     for number, (kind, *parts) in enumerate(nodes):
         if kind in _CONTAINERS:
@@ -360,18 +380,3 @@ def _numpy_array(dtype: str, scalar: bool, content: str, *shape: int) -> Any:
 
     whole = numpy.frombuffer(bytes.fromhex(content), dtype).reshape(shape).copy()
     return whole[()] if scalar else whole
-
-
-def change(old: Any, new: Any) -> None:
-    """Copies the contents of a container into another that is sent as the same kind."""
-    sequences: tuple[Any, ...] = (list, bytearray, array.array, collections.UserList)
-    for kind in sequences:
-        if isinstance(old, kind) and isinstance(new, kind):
-            old[:] = new
-    containers: tuple[Any, ...] = (dict, set, collections.deque, collections.UserDict)
-    for kind in containers:
-        if isinstance(old, kind) and isinstance(new, kind):
-            old.clear()
-            (old.extend if kind is collections.deque else old.update)(new)
-    if type(old).__module__ == type(new).__module__ == "numpy" and old.shape:
-        old[...] = new

@@ -6,9 +6,10 @@ The completion can reach neither the tests nor their result.
     python main.py DESCRIPTOR the completion, which is called through this socket
 
 Both run in one sandbox. The tests call a proxy that sends its arguments as plain data (numbers,
-text, dates, containers, arrays) and returns the plain data of the answer. No object of a class that
-the completion defines enters the process of the tests, whose memory the kernel hides from its user
-(PR_SET_DUMPABLE). Arguments that a call has changed are changed for the tests too.
+text, dates, containers, arrays) and returns the plain data of the answer. Of an object whose class
+the completion defines its attributes arrive, never a method. The kernel hides the memory of the
+tests' process from its user (PR_SET_DUMPABLE). Arguments that a call has changed are changed for
+the tests too.
 
 Copied into the working directory with plain_values.py, and run there by the Python of the
 problems, 3.7 or newer: both import the standard library only.
@@ -16,8 +17,11 @@ problems, 3.7 or newer: both import the standard library only.
 
 from __future__ import annotations
 
+import array
 import builtins
+import collections
 import ctypes
+import enum
 import json
 import linecache
 import os
@@ -29,11 +33,10 @@ import types
 from typing import Any
 
 if __package__:
-    from shoal.evaluation.plain_values import NotSerializable, change, decode, encode
+    from shoal.evaluation.plain_values import NotSerializable, decode, encode
 else:  # in the working directory
     from plain_values import (  # type: ignore[import-not-found,no-redef]
         NotSerializable,
-        change,
         decode,
         encode,
     )
@@ -93,19 +96,20 @@ def serve(descriptor: int) -> None:
         except EOFError:
             return
         try:
-            answer = {"value": encode(function(*arguments, **named), vars(module))}
+            answer = {"value": encode(function(*arguments, **named), module.__name__)}
         except Exception as error:
             answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
             answer["trace"] = "".join(
                 traceback.format_exception(type(error), error, error.__traceback__)
             )
         given = (*arguments, *named.values())
-        _send(connection, {**answer, "changed": [*map(_encode_or_none, given)]})
+        changed = [_encode_or_none(value, module.__name__) for value in given]
+        _send(connection, {**answer, "changed": changed})
 
 
-def _encode_or_none(value: Any) -> Any:
+def _encode_or_none(value: Any, own: str) -> Any:
     try:
-        return encode(value)
+        return encode(value, own)
     except NotSerializable:
         return None
 
@@ -134,7 +138,7 @@ def run_tests() -> None:
         for name, kind in names.items()
         if isinstance(kind, type) and kind.__module__ == "__main__"
     }
-    completion = CompletionProcess(job["program"], job["entry_point"], own)
+    completion = CompletionProcess(job["program"], job["entry_point"], Objects(own))
     names[job["entry_point"]] = completion.function
     try:
         exec(_compiled(job["tests"], "tests.py"), names)
@@ -144,16 +148,89 @@ def run_tests() -> None:
     print(job["marker"])
 
 
+class SentRecord:
+    """An object of a class that the completion defines: its attributes, and none of its methods.
+
+    It equals no plain value, and another record of that class if the class compares by worth, and
+    the attributes are equal.
+    """
+
+    _by_worth = False
+    _texts: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        alike = isinstance(other, SentRecord) and type(self).__name__ == type(other).__name__
+        if self is other or not (self._by_worth and alike):
+            return self is other
+        mine, others = ({**vars(each), "_texts": None} for each in (self, other))
+        return mine == others
+
+    def __hash__(self) -> int:
+        return hash(type(self).__name__) if self._by_worth else id(self)
+
+    def __str__(self) -> str:
+        return str(self._texts[0] if self._texts else object.__repr__(self))
+
+    def __repr__(self) -> str:
+        return str(self._texts[1] if self._texts else object.__repr__(self))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name!r} of a value of the type {type(self).__name__!r}, which the completion "
+            f"defines, is no data, and cannot reach the tests"
+        )
+
+
+class Objects:
+    """Makes the objects of a completion, of the classes of the prompt, or as records.
+
+    Args:
+        classes: the classes of the prompt by name.
+    """
+
+    def __init__(self, classes: dict[str, Any]) -> None:
+        self._classes = classes
+
+    def blank(self, name: str, by_worth: bool, _more: Any, _texts: Any, *attributes: Any) -> Any:
+        """Returns an object without attributes, or a member of an enumeration."""
+        kind = self._classes.get(name)
+        if isinstance(kind, enum.EnumMeta):
+            return kind[attributes[1]]  # behind "name"
+        return object.__new__(kind or type(name, (SentRecord,), {"_by_worth": by_worth}))
+
+    def equip(self, made: Any, more: Any, texts: Any, *attributes: Any) -> None:
+        """Gives an object its attributes; no method gives way.
+
+        Args:
+            made: the object.
+            more: names and values of what its class adds; a class of the prompt adds it itself.
+            texts: `str` and `repr` of the object, or None.
+            attributes: names and values.
+
+        Raises:
+            TypeError: an attribute is a method of the object's class.
+        """
+        if isinstance(made, enum.Enum):
+            return
+        kind = type(made)
+        if isinstance(made, SentRecord):
+            attributes = (*more, *attributes, "_texts", texts)
+        for name, value in zip(attributes[::2], attributes[1::2]):  # noqa: B905 - Python 3.7
+            if name[:2] == "__" or callable(getattr(kind, name, None)):
+                raise TypeError(f"{name!r} of a {kind.__name__!r} is no attribute, or a method")
+            object.__setattr__(made, name, value)
+
+
 class CompletionProcess:
     """The process of a completion; `function` is a proxy of its function.
 
     Args:
         program: the prompt and the completion.
         entry_point: the name of the function.
-        own: the classes of the prompt by name: objects of these are made anew of their attributes.
+        objects: makes the objects that a call returns anew of their attributes.
     """
 
-    def __init__(self, program: str, entry_point: str, own: dict[str, Any]) -> None:
+    def __init__(self, program: str, entry_point: str, objects: Objects) -> None:
         self.connection, other = socket.socketpair()
         other.set_inheritable(True)
         self.pid = os.spawnv(
@@ -167,9 +244,9 @@ class CompletionProcess:
             given = (*arguments, *named.values())
             for old, changed in zip(given, answer["changed"]):  # noqa: B905 - Python 3.7
                 if changed is not None:
-                    change(old, decode(changed))
+                    _change(old, decode(changed, objects))
             if "value" in answer:
-                return decode(answer["value"], own)
+                return decode(answer["value"], objects)
             raise _exception(answer) from RemoteTraceback(answer["trace"])
 
         function.__name__ = function.__qualname__ = entry_point
@@ -189,6 +266,21 @@ class CompletionProcess:
         if os.WIFSIGNALED(status):
             os.kill(os.getpid(), os.WTERMSIG(status))
         os._exit(os.WEXITSTATUS(status))
+
+
+def _change(old: Any, new: Any) -> None:
+    """Copies the contents of a container into another that is sent as the same kind."""
+    sequences: tuple[Any, ...] = (list, bytearray, array.array, collections.UserList)
+    for kind in sequences:
+        if isinstance(old, kind) and isinstance(new, kind):
+            old[:] = new
+    containers: tuple[Any, ...] = (dict, set, collections.deque, collections.UserDict)
+    for kind in containers:
+        if isinstance(old, kind) and isinstance(new, kind):
+            old.clear()
+            (old.extend if kind is collections.deque else old.update)(new)
+    if type(old).__module__ == type(new).__module__ == "numpy" and old.shape:
+        old[...] = new
 
 
 def _names(prompt: str) -> dict[str, Any]:

@@ -577,7 +577,8 @@ def test_items_become_the_chat_that_means_the_same() -> None:
     assert items(max_output_tokens=99).headers == {"x-shoal-clamped": "max_output_tokens=20"}
     assert items(store=True, text={"verbosity": "low"}).headers == {"x-shoal-ignored": "text.verbosity, store"}
     assert items(include=["message.output_text.logprobs"]).top_logprobs == 0
-    for fields, param in (({"top_logprobs": 1}, "top_logprobs"), ({"input": "x" * 90}, "input"),
+    assert items(top_logprobs=1).headers == {"x-shoal-ignored": "top_logprobs"}
+    for fields, param in (({"input": "x" * 90}, "input"),
                           ({"top_logprobs": 5, "include": ["message.output_text.logprobs"]}, "top_logprobs")):  # fmt: skip
         with pytest.raises(ApiError) as raised:
             items(**fields)

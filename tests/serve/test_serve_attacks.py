@@ -6,6 +6,7 @@ serve.request_parser.
 
 from __future__ import annotations
 
+import gzip
 import inspect
 import json
 import os
@@ -113,6 +114,39 @@ def test_a_body_that_is_expensive_to_judge(server: Served, name: str, monkeypatc
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
     assert all(count <= MOST_ERRORS for count in found)
     assert server.worker.thread.alive
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "zstd", "x" * 500])
+def test_compressed_bodies_are_told_so(server: Served, coding: str) -> None:
+    """They were no valid JSON: a byte 0x8b in position 1."""
+    answer = sent(server, gzip.compress(b'{"prompt": "x"}'), **{"content-encoding": coding})
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+    assert f"the body is compressed ({coding[:40]})" in answer.json()["error"]["message"]
+    assert sent(server, b'{"prompt": "x"}', **{"content-encoding": "Identity"}).status_code == 200
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({"prompt": {}}, "prompt"),
+    ({"prompt": [[1], "a"]}, "prompt.1"),
+    ({"messages": [{"role": "user", "content": {"a": 1}}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+])  # fmt: skip
+def test_errors_name_the_field_that_was_sent(server: Served, body: dict[str, Any], param: str) -> None:
+    """And no part of how it is read: 'prompt.text' was there for a prompt that is an object."""
+    answer = httpx.post(server.url + ("/v1/completions" if "prompt" in body else CHAT), json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert f"'{param}'" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/chat", "/editor", "/health", "/ready", "/v1/models", "/v1/models/tiny", "/v1/models/no"]
+)
+def test_what_can_be_read_has_a_head(server: Served, path: str) -> None:
+    whole, head = httpx.get(server.url + path), httpx.head(server.url + path)
+    assert (head.status_code, head.headers["content-length"], head.content) == (
+        whole.status_code, whole.headers["content-length"], b"",
+    )  # fmt: skip
 
 
 def test_half_a_surrogate_pair_is_no_fault_of_the_server(server: Served) -> None:

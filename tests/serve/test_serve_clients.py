@@ -19,7 +19,8 @@ MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 HARMLESS: dict[str, Any] = {
     "user": "me", "safety_identifier": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto",
-    "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prediction": {"type": "content", "content": "x"},
+    "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {},
+    "prediction": {"type": "content", "content": "x"},
     "reasoning_effort": "low", "verbosity": "low",
 }  # fmt: skip
 

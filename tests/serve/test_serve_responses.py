@@ -386,8 +386,12 @@ def test_a_call_is_told_whole() -> None:
     ({"input": []}, "input", "minimum length 1"),
     ({"input": None}, "input", ""),
     ({"truncation": "auto"}, "truncation", "disabled"),
-    ({"include": ["web_search_call.results"]}, "include.0", "logprobs"),
-    ({"top_logprobs": 2}, "top_logprobs", "include"),
+    ({"include": ["other"]}, "include.0", "logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools.0.name", "Missing required parameter: 'tools.0.name'"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "Missing required parameter"),
+    ({"input": {"role": "user"}}, "input", "Invalid type for 'input': expected a string, but got an object"),
+    ({"input": [{"role": "user", "content": {"a": 1}}]}, "input.0.content", "Invalid type for 'input.0.content'"),
+    ({"input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "input.0.content.0.text", "a string"),
     ({"top_logprobs": 30, "include": LOGPROBS}, "top_logprobs", "Expected a value <= 20"),
     ({"tools": [WEATHER], "include": LOGPROBS}, "include", "/v1/chat/completions"),
     ({"max_output_tokens": 0}, "max_output_tokens", "'max_output_tokens': integer below"),
@@ -406,6 +410,38 @@ def test_what_is_absent_is_refused_by_its_name(server: Served, fields: dict[str,
         assert (error["param"], error["type"]) == (param, "invalid_request_error")
         assert said in error["message"]
     assert server.worker.rows == 0
+
+
+@pytest.mark.parametrize(("fields", "ignored"), [
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"include": ["web_search_call.results"]}, "include.web_search_call.results"),
+    ({"include": ["reasoning.encrypted_content", "code_interpreter_call.outputs"]}, "include.code_interpreter_call.outputs"),
+    ({"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, "context_management"),
+    ({"prompt_cache_options": {"mode": "auto"}}, "prompt_cache_options"),
+])  # fmt: skip
+def test_what_adds_nothing_here_is_ignored_and_named(server: Served, fields: dict[str, Any], ignored: str) -> None:
+    body = {"input": "hi", "seed": 1, "max_output_tokens": 4}
+    plain, answer = (httpx.post(f"{server.url}/v1/responses", json=body | more) for more in ({}, fields))
+    assert (answer.status_code, answer.headers.get("x-shoal-ignored")) == (200, ignored), answer.text
+    assert without_names(answer.json())["output"] == without_names(plain.json())["output"]
+
+
+def test_an_answer_that_refused_may_be_sent_back(server: Served) -> None:
+    """The official client keeps such parts in `output`."""
+    said = [[{"type": kind, name: "no"}] for kind, name in (("refusal", "refusal"), ("output_text", "text"))]
+    answers = [
+        create(
+            server, [{"role": "user", "content": "a"}, {"role": "assistant", "content": one}], max_output_tokens=4, seed=1
+        )
+        for one in said
+    ]
+    assert answers[0].output_text == answers[1].output_text != ""
+
+
+def test_tools_may_have_the_form_of_a_chat(server: Served) -> None:
+    answers = [create(server, tools=[one], tool_choice="required", seed=1) for one in (WEATHER, NESTED)]
+    first, second = (answer.output[0] for answer in answers)
+    assert (first.name, first.arguments) == (second.name, second.arguments)
 
 
 def test_without_a_chat_template_there_is_no_conversation() -> None:

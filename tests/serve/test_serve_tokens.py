@@ -116,7 +116,8 @@ def test_answers_carry_the_id_of_their_request(server: Served) -> None:
     ("POST", "/v1/messages", 404, "Anthropic"), ("POST", "/api/chat", 404, "Ollama"),
     ("POST", "/chat/completions", 404, "/chat/completions is /v1/chat/completions here"),
     ("GET", "/models", 404, "is /v1/models here"),
-    ("POST", "/v1/v1/completions", 404, "/v1 twice"), ("GET", "/nowhere", 404, "no such path"),
+    ("POST", "/v1/v1/completions", 404, "/v1 twice"), ("POST", "//v1/completions", 404, "two slashes"),
+    ("GET", "/nowhere", 404, "no such path"),
     ("GET", "/v1/embeddingsx", 404, "no such path"),
 ])  # fmt: skip
 def test_a_path_that_is_not_there_says_what_there_is(

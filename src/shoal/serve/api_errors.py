@@ -120,6 +120,11 @@ def reason(method: str, path: str, allowed: str | None) -> str:
     if allowed is not None:
         hint = "" if found is not KEPT else f"; this server has no {found}"
         return f"this path takes {allowed}, not {method}{hint}; /openapi.json lists all paths"
+    if path.startswith("//"):
+        return (
+            f"the path begins with two slashes: end the client's base URL without one; "
+            f"{HAVE.split('; ')[1]}"
+        )
     if path.removeprefix("/v1").startswith("/v1/"):
         return (
             "the path has /v1 twice: leave it out of the client's base URL, or out of the "
@@ -359,7 +364,9 @@ def _path(error: Mapping[str, Any], body: Any) -> str:
         inside = (isinstance(here, dict) and part in here) or (
             isinstance(here, list) and isinstance(part, int)
         )
-        missing = part == loc[-1] and inner is None and isinstance(here, dict)
+        # A tag has the whole object as its input, a field that is missing has none of its own.
+        field = error["type"] == "missing" or error.get("input") != here
+        missing = part == loc[-1] and inner is None and isinstance(here, dict) and field
         if inside or missing:
             path.append(str(part))
             here = here[part] if inside else None

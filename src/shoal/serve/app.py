@@ -80,14 +80,17 @@ def playground() -> APIRouter:
     parts = {name: part.read_bytes() for name, part in _files(folder)}
     router = APIRouter(include_in_schema=False)
 
+    @router.head("/")
     @router.get("/")
     async def index() -> Response:
         return _of_file("index.html")
 
+    @router.head("/chat")
     @router.get("/chat")
     async def chat() -> Response:
         return _of_file("chat.html")
 
+    @router.head("/editor")
     @router.get("/editor")
     async def editor() -> Response:
         return _of_file("editor.html")

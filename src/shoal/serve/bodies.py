@@ -31,7 +31,8 @@ async def read(request: Request, max_bytes: int) -> dict[str, Any]:
     """Returns the JSON object of the body.
 
     Raises:
-        ApiError: larger than `max_bytes` (413), too slow (408), not a JSON object (400).
+        ApiError: larger than `max_bytes` (413), too slow (408), compressed (415), not a JSON object
+            (400).
     """
     try:
         with anyio.fail_after(BODY_TIMEOUT_SECONDS):
@@ -43,6 +44,11 @@ async def read(request: Request, max_bytes: int) -> dict[str, Any]:
         raise ApiError(CLIENT_GONE, "the client has gone") from error
     if not _is_json(request.headers.get("content-type", "")):
         raise _not_an_object()
+    coding = request.headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        message = f"the body is compressed ({coding[:40]}): send it as it is, in UTF-8"
+        headers = {"accept-encoding": "identity"}
+        raise ApiError(415, message, code="unsupported_encoding", headers=headers)
     return await run_in_threadpool(parse, body)
 
 

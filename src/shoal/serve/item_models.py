@@ -13,7 +13,9 @@ from shoal.serve.api_errors import ApiError
 from shoal.serve.message_models import Function, Message, SentCall, SentFunction, Tool
 from shoal.serve.request_fields import (
     MOST_NAMED,
+    OF_OTHER_TOOLS,
     Ignored,
+    Included,
     Limit,
     NonNegative,
     OpenModel,
@@ -78,7 +80,7 @@ def _pairs(value: Any) -> Any:
 class ContentPart(OpenModel):
     """A piece of a message, of a request or of an answer that is sent back."""
 
-    type: Literal["input_text", "output_text"]
+    type: Literal["input_text", "output_text", "refusal"]
     text: Text
     annotations: Passed = None
     logprobs: Passed = None
@@ -86,7 +88,10 @@ class ContentPart(OpenModel):
     @model_validator(mode="before")
     @classmethod
     def _text(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("type") not in ("input_text", "output_text"):
+        kind = given.get("type") if isinstance(given, dict) else "input_text"
+        if kind == "refusal":
+            return {"type": kind, "text": given.get("refusal")}
+        if kind not in ("input_text", "output_text"):
             raise error_at(
                 "type",
                 "unknown_part",
@@ -194,6 +199,15 @@ Item = Annotated[
 ]
 
 
+def _flat(tool: Any) -> Any:
+    """Returns a function in the form of a chat, `{"function": {...}}`, in that of this API."""
+    inner = tool.get("function") if isinstance(tool, dict) and "name" not in tool else None
+    return {**inner, "type": tool.get("type")} if isinstance(inner, dict) else tool
+
+
+FlatTool = Annotated[AnyTool, BeforeValidator(_flat)]
+
+
 class FlatSchema(JsonSchema, JsonText):
     """JSON that fits a schema."""
 
@@ -228,7 +242,7 @@ class ResponsesRequest(SampledRequest):
         "Most new tokens; clamped to what the server allows. -1, -2 = as many as it allows."
     )
     text: TextOptions | None = None
-    tools: Annotated[list[AnyTool], Field(max_length=128, fail_fast=True)] | None = optional(
+    tools: Annotated[list[FlatTool], Field(max_length=128, fail_fast=True)] | None = optional(
         "What the model may call: functions. Tools of other types are passed over."
     )
     tool_choice: (
@@ -245,13 +259,9 @@ class ResponsesRequest(SampledRequest):
     parallel_tool_calls: bool | None = optional(
         "There may be several calls; true. Otherwise the first call counts."
     )
-    include: (
-        Annotated[
-            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
-            Field(fail_fast=True),
-        ]
-        | None
-    ) = optional("Log-probabilities of the tokens; the other value has no effect.")
+    include: Annotated[list[Included], Field(max_length=64, fail_fast=True)] | None = optional(
+        "Log-probabilities of the tokens; the other values have no effect."
+    )
     top_logprobs: NonNegative | None = optional(
         "And of that many most probable tokens; with the former."
     )
@@ -268,6 +278,7 @@ class ResponsesRequest(SampledRequest):
     reasoning: Ignored = None
     max_tool_calls: Ignored = None
     client_metadata: Ignored = None
+    context_management: Ignored = None
 
     @model_validator(mode="before")
     @classmethod
@@ -296,8 +307,13 @@ class ResponsesRequest(SampledRequest):
         allowed = getattr(self.tool_choice, "tools", ())
         places = {"input": self.input, "tools": self.tools, "tool_choice.tools": allowed}
         sent = {path for name, part in places.items() for path in passed_over(name, part)}
-        stored = ["store"] if self.store else []
-        return [*self.ignored_fields(), *inner, *stored, *sorted(sent)[:MOST_NAMED]]
+        include = self.include or ()
+        vain = [
+            *(["store"] if self.store else []),
+            *(["top_logprobs"] if self.top_logprobs and LOGPROBS not in include else []),
+            *(f"include.{name}" for name in OF_OTHER_TOOLS if name in include),
+        ]
+        return [*self.ignored_fields(), *inner, *vain, *sorted(sent)[:MOST_NAMED]]
 
     def messages(self) -> list[Message]:
         """Returns the conversation.
@@ -333,8 +349,6 @@ class ResponsesRequest(SampledRequest):
             ApiError: it asks for log-probabilities beside calls.
         """
         logprobs = LOGPROBS in (self.include or ())
-        if self.top_logprobs and not logprobs:
-            raise ApiError(400, f"top_logprobs needs {LOGPROBS!r} in include", param="top_logprobs")
         if logprobs and self.functions and self.tool_choice != "none":
             raise ApiError(
                 400,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -116,6 +116,18 @@ GuidesPrompt = Annotated[
 ]
 Passed = Annotated[list[Any] | None, Field(description="Passed over.")]
 Ignored = Annotated[Any, Field(description=IGNORED)]
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+OF_OTHER_TOOLS = get_args(Included)[2:]
+"""The parts of answers that tools of OpenAI's servers add."""
 
 
 class StrictModel(BaseModel):

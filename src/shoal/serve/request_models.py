@@ -188,6 +188,7 @@ class SampledRequest(SamplingFields):
     service_tier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
 
 
 class BaseRequest(VllmFields, SampledRequest):

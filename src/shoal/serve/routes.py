@@ -129,11 +129,13 @@ def model_routes(handler: ApiHandler) -> APIRouter:
     router = APIRouter()
     models_by_name = {name: _model(handler, name) for name in handler.settings.names}
 
+    @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", responses={401: REFUSALS[401]})
     async def models() -> response_models.ModelList:
         """The model that is served, under each of its names."""
         return response_models.ModelList(object="list", data=list(models_by_name.values()))
 
+    @router.head("/v1/models/{name:path}", include_in_schema=False)
     @router.get("/v1/models/{name:path}", responses={401: REFUSALS[401], 404: REFUSALS[404]})
     async def one_model(name: str) -> response_models.Model:
         """The model with this name."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -89,7 +88,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize(
-    ("family", "k"), [*product(FAMILIES, (0, 3)), *((family, 3 * (i % 2)) for i, family in enumerate(STEPWISE))]
+    ("family", "k"), [("lfm2", 3), *((family, 3 * (i % 2)) for i, family in enumerate((*FAMILIES, *STEPWISE)))]
 )
 def test_later_prompts_have_the_bits_of_those_without_memory(family: str, k: int) -> None:
     plain, keeping = engine(family, 0, k), engine(family, k=k)

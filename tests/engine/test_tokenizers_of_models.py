@@ -61,7 +61,7 @@ def only(kind: str, prompt: Any, ids: tuple[int, ...], **options: Any) -> Sample
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_is_what_the_new_tokens_add_to_the_prompt(kind: str) -> None:
     """Also its first space, behind prompts whose last tokens are bytes, blanks or special tokens."""
-    for prompt in PROMPTS if kind != "large" else PROMPTS[:3]:
+    for prompt in PROMPTS if kind != "large" else PROMPTS[:1]:
         before = encoded(tokenizer(kind), prompt)
         for answer in ANSWERS:
             ids = plain(kind, answer)

@@ -178,7 +178,10 @@ def test_a_drafter_with_another_vocabulary_does_not_change_greedy_ids(directory:
         require_greedy(model, stock("float32"), result, "float32")
 
 
-@pytest.mark.parametrize("shape", ["FEW", "suffix+FEW", "FEW:tree=rsd-s,width=2,nodes=6"])
+@pytest.mark.parametrize(
+    "shape",
+    ["FEW", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("suffix+FEW", "FEW:tree=rsd-s,width=2,nodes=6"))],
+)
 def test_guided_ids_are_those_of_a_forward_of_each_model(
     few_layers: Path, drafted: Callable[[Path, str], Shoal], stock: Callable[[str], Any], shape: str
 ) -> None:
@@ -219,7 +222,7 @@ def nats(model: Shoal, text: str) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[:-1].float(), ids[0, 1:], reduction="none")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_rounded_keys_keep_perplexity_and_greedy_ids(pair: Any, dtype: str) -> None:
     """kv="int8": drafts change no id, a text is as likely to three digits, and a token takes its bytes and scales."""
     plain, eight = pair(dtype, "auto"), pair(dtype, "auto", "int8")

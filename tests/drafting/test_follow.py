@@ -324,7 +324,11 @@ def kept(pair: shoal.Shoal) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [*((kind, "float32") for kind in KINDS), *((kind, "bfloat16") for kind in ("medusa", "eagle3", "mtp of two layers"))],
+    [
+        *((kind, "float32") for kind in KINDS),
+        ("medusa", "bfloat16"),
+        *(pytest.param(kind, "bfloat16", marks=pytest.mark.slow) for kind in ("eagle3", "mtp of two layers")),
+    ],
 )
 def test_heads_follow_on_rollouts(kind: str, dtype: str, tmp_path: Path) -> None:
     """More is accepted than before, samples of a seed and the target stay, the heads are no longer behind."""

@@ -192,12 +192,13 @@ def from_the_end(right: Any) -> Any:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "sabotage", "lookahead"),
     [
-        pytest.param(joint_rows, "_rejected", no_row, Fixed(0), marks=pytest.mark.slow),
+        (joint_rows, "_rejected", no_row, Fixed(0)),
         (joint_rows, "_rejected", only_held, Ahead(0)),
-        pytest.param(Distinct, "_drawn", from_the_end, Ahead(ROWS - 1), marks=pytest.mark.slow),
+        (Distinct, "_drawn", from_the_end, Ahead(ROWS - 1)),
     ],
 )
 def test_other_draws_show(owner: Any, name: str, sabotage: Any, lookahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:

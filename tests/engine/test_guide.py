@@ -143,8 +143,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     [
         ("model", Rejection()),
         ("model", Coupled()),
-        ("siblings", Rejection()),
         ("trees", Rejection()),
+        pytest.param("siblings", Rejection(), marks=pytest.mark.slow),
         pytest.param("sequences", Rejection(), marks=pytest.mark.slow),
         pytest.param("trees", Coupled(), marks=pytest.mark.slow),
     ],
@@ -187,10 +187,14 @@ def test_four_tokens_of_a_target_led_to_an_expert(rule: Rule) -> None:
 # ── what the guide holds ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+JOINING: list[dict[str, Any]] = [{"quantum": 4, "max_batch": 3}, {"prefix_sharing": "shared"}, {"chunk": 3}, {}]
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"prefix_sharing": "shared"}, {"chunk": 3}, {"quantum": 4, "max_batch": 3}], ids=str
+    ("name", "options"),
+    [(name, options) for name in MADE for options in JOINING[: None if name == "model" else 2]],
+    ids=str,
 )
-@pytest.mark.parametrize("name", MADE)
 def test_rows_that_join_move_pause_and_leave(name: str, options: dict[str, Any]) -> None:
     """With negative prompts, which only the guide reads, in place of the prompt and before the new tokens; with an expert, which
     reads the prompt, or a positive one; and without either."""

@@ -134,7 +134,12 @@ DRAFTERS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("model", Rejection()), ("model", Coupled()), ("trees", Rejection()), ("siblings", Rejection())],
+    [
+        ("model", Rejection()),
+        ("trees", Rejection()),
+        pytest.param("model", Coupled(), marks=pytest.mark.slow),
+        pytest.param("siblings", Rejection(), marks=pytest.mark.slow),
+    ],
     ids=lambda one: one if isinstance(one, str) else type(one).__name__,
 )
 def test_four_tokens_have_the_joint_law(name: str, rule: Rule) -> None:

@@ -138,7 +138,7 @@ FORKED = """
     from shoal.testing import tiny_model, tiny_tokenizer
     model = tiny_model("llama", vocab_size=20_000)  # wide enough for kernels to take both threads
     grammar = shoal.Grammar("regex", "[a-z]{3,9}")
-    options = dict(seed=1, max_new_tokens=5, lookahead=2, top_p=0.9)
+    options = dict(seed=1, max_new_tokens=3, lookahead=2, top_p=0.9)
 
     def texts(pair, **more):
         assert float(torch.ones(2**20).exp().min()) > 2  # PyTorch's own threads, too

@@ -81,8 +81,13 @@ class Cycle:
 
 @pytest.mark.parametrize(
     ("lookahead", "max_batch"),
-    [(Fixed(1), 250), (Fixed(3), 250), (Fixed(8), 33), (Bass(), 64), (Cycle(), 100)],
-    ids=["1", "3", "8", "bass", "cycle"],
+    [
+        pytest.param(Fixed(1), 250, id="1", marks=pytest.mark.slow),
+        pytest.param(Fixed(3), 250, id="3", marks=pytest.mark.slow),
+        pytest.param(Fixed(8), 33, id="8"),
+        pytest.param(Bass(), 64, id="bass", marks=pytest.mark.slow),
+        pytest.param(Cycle(), 100, id="cycle"),
+    ],
 )
 def test_joint_law_of_four_tokens(lookahead: Lookahead, max_batch: int) -> None:
     engine, rows = run(table_model(P), table_model(Q), lookahead, max_batch=max_batch)
@@ -104,7 +109,10 @@ def test_joint_law_at_full_power(rule: Rule) -> None:
         assert chi_square(torch.bincount(drawn, minlength=16), law.flatten()) < 1e-3
 
 
-@pytest.mark.parametrize("pair", ["zeros in both", "greedy drafter", "disjoint", "equal"])
+@pytest.mark.parametrize(
+    "pair",
+    ["zeros in both", *(pytest.param(pair, marks=pytest.mark.slow) for pair in ("greedy drafter", "disjoint", "equal"))],
+)
 def test_joint_law_with_awkward_pairs(pair: str) -> None:
     p, q = PAIRS[pair](4, 10)
     engine, rows = run(table_model(p), table_model(q), Fixed(2), horizon=3)
@@ -113,6 +121,7 @@ def test_joint_law_with_awkward_pairs(pair: str) -> None:
     assert (engine.stats.accepted == 0) == (pair == "disjoint")
 
 
+@pytest.mark.slow
 def test_joint_law_in_float32() -> None:
     _, rows = run(table_model(P, dtype=torch.float32), table_model(Q, dtype=torch.float32), Fixed(3))
     assert chi_square(joint(rows, 4), chain_rule(P, 4)) > ALPHA

@@ -3,6 +3,7 @@
     python benchmarks/forced.py                                # the bundled target: no drafter, suffix, the bundled drafter
     python benchmarks/forced.py --target DIR --draft suffix    # another one, with a chat template or without
 
+With --json FILE the figures and the machine become a file.
 Each schema is one tool with its arguments; samples end by themselves or at the limit of tokens. Per document: passes of
 the target (the row's rounds), tokens, forced drafts and those accepted. Exit code 1 if the ids differ with and without.
 """
@@ -11,11 +12,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 import shoal
+from provenance import place_of_results, write_results
 from schemas import FLAG, NUMBER, SHORT, WHOLE, array, one_of, record
+from shoal.bench.machine import machine
 from shoal.drafting.grafting import ForcedTokens
 from shoal.models.sources import bundled
 
@@ -52,7 +58,7 @@ def measured(model: Any, whitespace: str, asked: argparse.Namespace) -> tuple[Sa
     return ids, {key: count / len(ids) for key, count in sums.items()}
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="a directory or Hub id; without it the bundled target")
     parser.add_argument("--draft", nargs="*", default=["none", "suffix", "bundled"])
@@ -61,8 +67,12 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--tokens", type=int, default=160)
-    asked = parser.parse_args()
-    differ = False
+    parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write what is found there")
+    return parser.parse_args()
+
+
+def main() -> int:
+    asked, rows = arguments(), list[dict[str, Any]]()
     print("drafter    white space   tokens  passes without    with  ratio  forced  accepted")
     for drafter in asked.draft:
         draft = None if drafter == "none" else drafter
@@ -72,11 +82,24 @@ def main() -> int:
             with mock.patch.object(ForcedTokens, "joined", lambda self, rows, tree: tree):
                 before, plain = measured(model, whitespace, asked)
             after, counts = measured(model, whitespace, asked)
-            differ |= before != after
+            row = {
+                "drafter": drafter,
+                "whitespace": whitespace,
+                "same ids": before == after,
+                "plain": plain,
+                "forced": counts,
+            }
+            rows.append(row)
             print(
                 f"{drafter:10} {whitespace:12} {counts['tokens']:7.1f} {plain['passes']:15.1f} {counts['passes']:7.1f} "
                 f"{plain['passes'] / counts['passes']:6.2f} {counts['forced']:7.1f} {counts['accepted']:9.1f}"
             )
+    if asked.json:
+        given = {key: value for key, value in vars(asked).items() if key != "json"}
+        if asked.target is not None:
+            given["target"] = Path(asked.target).name
+        write_results(asked.json, {"machine": machine(torch.device("cpu")), "arguments": given, "rows": rows})
+    differ = not all(row["same ids"] for row in rows)
     if differ:
         print("ids differ with and without forced drafts")
     return int(differ)

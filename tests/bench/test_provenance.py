@@ -20,6 +20,7 @@ import torch
 import command
 import cpu_passes
 import first_token
+import forced
 import prompts
 import ragged
 import scaling
@@ -178,7 +179,7 @@ def test_commands_refuse_before_they_measure(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("script", ["load", "structured", "bookkeeping", "gpu"])
+@pytest.mark.parametrize("script", ["load", "structured", "bookkeeping", "forced", "gpu"])
 def test_scripts_refuse_before_they_measure(
     script: str, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +191,25 @@ def test_scripts_refuse_before_they_measure(
     else:
         assert_refused(importlib.import_module(script).main, results / "a.json", monkeypatch)
     assert "must name the commit" in capsys.readouterr().err
+
+
+def test_passes_with_forced_drafts_become_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each drafter and kind of white space, with and without the drafts; a target is named without its place."""
+    plain, drafted = (
+        {"passes": passes, "tokens": 9.0, "forced": 9.0 - passes, "accepted": 9.0 - passes} for passes in (9.0, 3.0)
+    )
+    counts = iter([plain, drafted])
+    monkeypatch.setattr("shoal.load", lambda *_, **__: None)
+    monkeypatch.setattr(forced, "measured", lambda *_: ([[1]], next(counts)))
+    options = ["--target", str(tmp_path / "model"), "--draft", "none", "--whitespace", "compact"]
+    monkeypatch.setattr(sys, "argv", ["forced", *options, "--json", str(tmp_path / "a.json")])
+    assert forced.main() == 0
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["machine"]["commit"] == commit()
+    assert found["arguments"]["target"] == "model"
+    assert found["rows"] == [
+        {"drafter": "none", "whitespace": "compact", "same ids": True, "plain": plain, "forced": drafted}
+    ]
 
 
 def test_measurements_become_files_in_one_way_only() -> None:

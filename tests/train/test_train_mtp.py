@@ -6,9 +6,11 @@ Tests of: models.mtp_layer.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import Qwen3_5ForCausalLM
 from transformers.modeling_layers import MtpModel
@@ -16,6 +18,7 @@ from transformers.modeling_layers import MtpModel
 import shoal
 import train_mtp
 from shoal.drafting.mtp import MtpDrafter
+from shoal.errors import RequestError
 from shoal.models.mtp_layer import Beside
 
 
@@ -40,3 +43,19 @@ def test_a_saved_layer_is_the_trained_one(tmp_path: Path) -> None:
             assert torch.equal(drafter._heads.layer.layers.state_dict()[name], tensor), name
         stats = pair.generate(tokens[0, :15].tolist(), 2, max_new_tokens=20, lookahead=3, temperature=0.0).stats
         assert stats.accepted > 0.8 * stats.drafted > 0
+
+
+def test_counts_become_a_file_that_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that takes none of a changed tree is refused before the training."""
+    trained, rows = [], [{"lookahead": 1, "rounds": 3}]
+    monkeypatch.setattr(train_mtp, "train", lambda directory, steps: trained.append((directory, steps)))
+    monkeypatch.setattr(train_mtp, "measure", lambda directory: rows)
+    train_mtp.main(tmp_path, 2, tmp_path / "counts.json")
+    found = json.loads((tmp_path / "counts.json").read_text())
+    assert isinstance(found["machine"]["commit"], str)
+    assert (found["training steps"], found["rows"], trained) == (2, rows, [(tmp_path, 2)])
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    monkeypatch.setattr("shoal.bench.machine.commit", lambda: "0123456789ab-dirty")
+    with pytest.raises(RequestError, match="must name the commit"):
+        train_mtp.main(tmp_path, 2, tmp_path / "benchmarks" / "results" / "a.json")
+    assert len(trained) == 1

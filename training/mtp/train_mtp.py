@@ -2,7 +2,7 @@
 
 `python training/mtp/train_mtp.py build/mtp` writes a checkpoint named as Qwen3.5's, of three gated delta nets and one attention
 layer, from the bundled pair's corpus and tokenizer, and prints its tokens per pass with
-`--draft mtp`.
+`--draft mtp`; with `--json FILE` these and the machine become a file.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pair"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch
 import typer
@@ -25,9 +26,12 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.modeling_layers import MtpModel
 
+import command
 import shoal
 from pair_corpus import CorpusSize, build_corpus, pack
 from problems.generator import generate
+from provenance import require_place, write_results
+from shoal.bench.machine import machine
 from shoal.models.mtp_layer import Beside
 from shoal.models.sources import bundled
 from shoal.train.own_samples import Windows
@@ -87,19 +91,42 @@ def save(model: Any, layer: Any, directory: Path) -> None:
         shutil.copy(file, directory)
 
 
-def measure(directory: Path) -> None:
-    """Prints tokens per pass at n = 8, T = 0.8, for prompts of held-out constants."""
+def measure(directory: Path) -> list[dict[str, Any]]:
+    """Prints tokens per pass at n = 8, T = 0.8, for prompts of held-out constants; returns the counts."""
+    rows: list[dict[str, Any]] = []
+    print("lookahead  rounds  tokens per pass and row  drafted  accepted")
     prompts = [problem.prompt for problem in generate(1, 12, "constants")]
     with shoal.load(directory, "mtp", dtype="float32") as pair:
         for lookahead in ("off", 1, 2, 3, 5):
             stats = pair.generate(prompts, 8, max_new_tokens=64, temperature=0.8, lookahead=lookahead).stats
-            print(
-                f"lookahead {lookahead}: {stats.acceptance_length:.2f} tokens per pass and row, "
-                f"{stats.accepted} of {stats.drafted} drafts accepted, {stats.rounds} rounds"
+            rows.append(
+                {
+                    "lookahead": lookahead,
+                    "rounds": stats.rounds,
+                    "tokens per pass and row": stats.acceptance_length,
+                    "drafted": stats.drafted,
+                    "accepted": stats.accepted,
+                }
             )
+            print(f"{lookahead!s:9} {stats.rounds:7} {stats.acceptance_length:24.2f} {stats.drafted:8} {stats.accepted:9}")
+    return rows
 
 
-def main(directory: Path, steps: int = 300) -> None:
+def main(
+    directory: Path,
+    steps: int = 300,
+    to: Annotated[Path | None, typer.Option("--json", help="write the counts")] = None,
+) -> None:
+    """Trains, saves and measures."""
+    require_place(to)
+    train(directory, steps)
+    rows = measure(directory)
+    if to is not None:
+        write_results(to, {"machine": machine(torch.device("cpu")), "training steps": steps, "rows": rows})
+
+
+def train(directory: Path, steps: int) -> None:
+    """Trains target and layer, and writes the checkpoint."""
     torch.manual_seed(0)
     model = Qwen3_5ForCausalLM(config())
     layer = MtpModel(Beside(model, directory), 1)
@@ -125,8 +152,7 @@ def main(directory: Path, steps: int = 300) -> None:
             print(f"step {step}: losses {said}, {time.perf_counter() - started:.0f} s", flush=True)
     directory.mkdir(parents=True, exist_ok=True)
     save(model.eval(), layer, directory)
-    measure(directory)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command.run(main)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -32,7 +33,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.models.spelling import Spelling
 from shoal.models.trimming import proposable
-from shoal.models.vocabulary import SharedIds
+from shoal.models.vocabulary import SharedIds, vocabularies
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import check_drafter
@@ -194,6 +195,36 @@ def test_a_drafter_that_knows_the_text_is_accepted(draft: str) -> None:
         engine = Engine(target, drafter, Fixed(4), max_batch=1)
         assert finished(engine, [asked]) == [ids]
         assert engine.stats.accepted > least * engine.stats.drafted, (draft, methods)
+
+
+def letters_alone() -> Any:
+    """A tokenizer of spaces, letters and a few signs, as of SentencePiece without bytes: no line feed, no quote."""
+    pieces = ["<unk>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789().,:"]
+    made = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<unk>"))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.decoder = decoders.Replace("▁", " ")
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("method", [TLI, SLEM])
+def test_a_drafter_that_cannot_write_every_text_drafts_what_it_can(method: str) -> None:
+    """Of characters that it lacks it reads nothing, in prompts and in what is written, and drafts on behind them."""
+    ours, theirs = byte_level(), letters_alone()
+    read = Spelling.of(theirs, "drafter")
+    assert read.spelled(theirs.encode('a\tb "é" c')) == b"ab  c"
+    text = (
+        "the drafter,\nGröße ≤ 10: the target reads\n\tthe text again: the drafter writes\n你好 the text again, the drafter"
+    )
+    ids, own = ours.encode(text), read.ids(text.encode())
+    target = scripted(says([ids], len(ours)), len(ours))
+    draft = scripted(says([own], len(theirs)), len(theirs))
+    start = len(ours.encode(text[: text.index(" the target")]))
+    assert ours.decode(ids[:start]) == text[: text.index(" the target")]
+    found = vocabularies(spelling("byte-level"), read, len(ours), len(theirs))
+    engine = Engine(target, drafter_of(draft, len(ours), found, method), Fixed(4), max_batch=1)
+    asked = Request(tuple(ids[:start]), 1, Sampling(temperature=0.0), Limits(max_new_tokens=len(ids) - start))
+    assert finished(engine, [asked]) == [ids]
+    assert engine.stats.accepted > (0.3 if method == SLEM else 0.02) * engine.stats.drafted > 0
 
 
 def test_special_tokens_of_a_chat_are_read_where_the_drafter_has_them() -> None:

@@ -20,8 +20,10 @@ from proposals import p_of_two_tokens, recorded
 from shoal.config import Limits, Sampling
 from shoal.drafting.early_exit import EarlyExitDrafter, ExitChoice, best, candidates, tokens_per_layer
 from shoal.drafting.model import ModelDrafter
-from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.protocol import DraftInputs, name_of
 from shoal.drafting.reduced_cache import self_drafter
+from shoal.drafting.suffix import SuffixDrafter
+from shoal.drafting.sums import SumDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
@@ -131,6 +133,20 @@ def test_tokens_are_those_of_plain_decoding(quick: Runner, max_batch: int) -> No
             engine, found = run(quick, EarlyExitDrafter(exit), rule, temperature, max_batch)
             assert found == expected
             assert engine.stats.drafted > engine.stats.accepted > 0 or exit is None
+
+
+@pytest.mark.parametrize("nodes", [0, 6])
+@pytest.mark.parametrize("own", [{"exit": 1}, {}, {"window": 3, "sinks": 1}])
+def test_a_sum_with_text_writes_the_tokens_of_plain_decoding(quick: Runner, own: dict[str, Any], nodes: int) -> None:
+    """Chains of text for some rows and the target's own for the others; or trees of text joined to its own drafts."""
+    drafting: set[str] = set()
+    for rule, temperature in ((Rejection(), 0.0), (Coupled(), 1.5)):
+        _, expected = run(quick, None, rule, temperature, 4)
+        drafter = SumDrafter([SuffixDrafter("engine", nodes=nodes)], self_drafter(quick, **own))
+        engine, found = run(quick, drafter, rule, temperature, 4)
+        assert found == expected
+        drafting |= {name for name, counts in engine.stats.by_drafter.items() if counts.drafted}
+    assert drafting == {"suffix", name_of(drafter.model)} or (not own and drafting)  # an exit may be found not to pay
 
 
 def test_all_is_accepted_where_the_last_layer_adds_nothing(shallow: Runner) -> None:

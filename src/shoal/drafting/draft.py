@@ -301,7 +301,7 @@ def _sum(text: str) -> tuple[DraftSpec, ...]:
     *heads, source = text.split("+")
     word, colon, options = source.partition(":")
     last = kind_of(word)
-    in_target = last is not None and last.reads_states
+    in_target = last is not None and last.in_target
     is_heads = last is not None and last.in_sums and (in_target or bool(last.directory and colon))
     before = [SUFFIX if head == AUTO else kind_of(head.partition(":")[0]) for head in heads]
     readable = all(kind is not None and kind.reads_text for kind in before)

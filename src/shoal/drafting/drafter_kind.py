@@ -107,9 +107,9 @@ class DrafterKind:
         settle: raises RequestError if options do not fit together; returns the options for the
             maker.
         directory: the way to get the directory that has to follow the name; "" = none follows.
-        in_sums: True if it may be a part of a sum: the last one if it has a directory or reads
-            states, else one before, which has to be a `shoal.drafting.text.TextDrafter`.
-        reads_states: True for heads in the target's own checkpoint, which need no directory.
+        in_sums: True if it may be a part of a sum: the last one if it has a directory or is in
+            the target, else one before, which has to be a `shoal.drafting.text.TextDrafter`.
+        in_target: True for drafters that are a part of the target, which need no directory.
         recognise: returns True if a directory holds such heads: it needs no name before it.
         about: the purpose, in the help of `--draft`.
         example: a spec, for errors; "" = one with the default of each option.
@@ -122,7 +122,7 @@ class DrafterKind:
     settle: Callable[[Options], Options] = without_blanks
     directory: str = ""
     in_sums: bool = False
-    reads_states: bool = False
+    in_target: bool = False
     recognise: Callable[[Path], bool] | None = None
     about: str = ""
     example: str = ""
@@ -131,7 +131,7 @@ class DrafterKind:
     @property
     def reads_text(self) -> bool:
         """True for a drafter that may be a part of a sum before the last one."""
-        return self.in_sums and not self.directory and not self.reads_states
+        return self.in_sums and not self.directory and not self.in_target
 
     @property
     def as_written(self) -> str:

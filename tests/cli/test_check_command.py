@@ -1,6 +1,6 @@
 """`shoal check`: on which prompts it measures, what it says of them, and what stands beside a prediction.
 
-Tests of: cli.check, cli.check_case, cli.check_pair, cli.check_prompts, cli.files.
+Tests of: cli.check, cli.check_case, cli.check_drafters, cli.check_pair, cli.check_prompts, cli.files.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import pytest
 
 from shoal.bench import decoding_methods
 from shoal.cli import run
-from shoal.cli.check import prompt_sets
-from shoal.cli.check_case import CheckCase, Measured
+from shoal.cli.check import affordable, prompt_sets
+from shoal.cli.check_case import BASELINE_TOKENS, LEAST_TOKENS, CheckCase, Effort, Measured
+from shoal.cli.check_drafters import PUBLISHED, SHORT, compared_drafters, published
 from shoal.cli.check_model import turn_end
-from shoal.cli.check_pair import WORTHWHILE, _speed_up, _tenths
+from shoal.cli.check_pair import WORTHWHILE, _speed_up, _tenths, runs_of
 from shoal.cli.check_prompts import BUILT_IN, CHAT, CODE, MOST, PROSE, PromptSet, built_in, check_prompts
 from shoal.cli.files import listed_prompts
 from shoal.errors import RequestError
 from shoal.testing import save_pair, tiny_tokenizer
+from shoal.types.stats import Stats
 
 WORK = ("-n", "2", "--max-new-tokens", "8", "--k", "2", "--repeats", "1", "--json")
 ON_PROMPTS = {"context", "memory", "acceptance", "costs", "speed-up", "greedy identity", "seeded identity"}
@@ -124,7 +126,9 @@ def test_the_measured_run_stands_beside_the_prediction(check: Callable[..., Any]
     data = check("-p", "def", "-p", "class")["speed-up"]["data"]
     measured = data["measured"]
     assert set(measured["seconds"]) == {"off", "hf", f"fixed:{measured['k']}"}
-    assert set(measured["committed"].values()) == {measured["runs"] * measured["rows"] * measured["tokens"]}  # the same work
+    work = measured["runs"] * measured["rows"] * measured["tokens"]
+    alone = 1 * measured["rows"] * BASELINE_TOKENS  # Transformers' generate runs once: it may take ten times as long
+    assert measured["committed"] == {"off": work, f"fixed:{measured['k']}": work, "hf": alone}
     assert (measured["runs"], measured["rows"], measured["tokens"], measured["unavailable"]) == (2, 2, 8, {})
     assert data["best_k"] in (0, measured["k"])
     assert data["speedup"][str(measured["k"])] == max(data["speedup"].values())
@@ -167,7 +171,8 @@ def test_a_baseline_that_cannot_run_is_named(check: Callable[..., Any], monkeypa
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.0, "ok"), (2.0, "warn")])
 def test_what_was_measured_decides_not_what_was_predicted(seconds: float, verdict: str) -> None:
-    measured = Measured(3, 1, 2, 8, {"off": 2.0, "hf": 3.0, "fixed:3": seconds}, {}, {})
+    tokens = {"off": 16, "fixed:3": 16, "hf": 8}
+    measured = Measured(3, 1, 2, 8, {"off": 2.0, "hf": 1.5, "fixed:3": seconds}, tokens, {})
     for predicted in (0.5, 1.5):
         found = _speed_up("speed-up", dict.fromkeys(range(1, 9), predicted), measured)
         assert (found.status, found.data["best_k"]) == (verdict, 3 if verdict == "ok" else 0)
@@ -247,3 +252,136 @@ def test_a_tokenizer_that_ends_texts_by_another_token_is_told() -> None:
     assert told(own) == told(7, own) == told() == []
     assert told(7) == [("end of text", "warn", True)]
     assert told(7, ends=(7,)) == [("end of text", "warn", False)]
+
+
+# ── which drafter pays ──────────────────────────────────────────────────────────────────────────────────────────────
+
+IN_THE_BOX = ["suffix", "ngram", "recycling", "trigrams"]
+
+
+class MadeUp:
+    """A model whose rounds cost what a test says: seconds by drafter and draft length, and tokens per pass."""
+
+    draft_model = drafter_name = None
+
+    def __init__(self, seconds: dict[str, dict[int, float]], tokens: float) -> None:
+        self.target: Any = SimpleNamespace(name="a-model", vocab_size=260, takes_trees=True)
+        self.seconds, self.tokens, self.calls = seconds, tokens, list[tuple[str, Any]]()
+
+    def generate(self, prompts: Any, n: int, *, drafter: Any, lookahead: Any, max_new_tokens: int, **_: Any) -> Any:
+        name = "off" if lookahead == "off" else drafter.name
+        self.calls.append((name, lookahead))
+        tokens = 1.0 if name == "off" else self.tokens
+        rounds, length = 100, 0 if name == "off" else lookahead
+        seconds = rounds * self.seconds[name][length]
+        committed = round(rounds * n * tokens)
+        stats = Stats(rounds=rounds, row_rounds=rounds * n, committed=committed, seconds_rounds=seconds)
+        return SimpleNamespace(stats=stats)
+
+
+def choice_of(
+    monkeypatch: pytest.MonkeyPatch, tokens: float, seconds: dict[str, dict[int, float]]
+) -> tuple[MadeUp, Any, list[Any]]:
+    """The last finding with the calls before it, where the four drafters of texts are measured at 2 and 4 drafts."""
+    monkeypatch.setattr("shoal.cli.check_drafters.candidates", lambda case: IN_THE_BOX)
+    model = MadeUp({"off": {0: 1.0}, **{name: {2: 9.0, 4: 9.0} for name in IN_THE_BOX}, **seconds}, tokens)
+    case = CheckCase(model, built_in([CODE, PROSE], tiny_tokenizer()), 2, 8, 4, 1, lambda _: None)  # type: ignore[arg-type]
+    *each, choice = compared_drafters(case)
+    return model, choice, each
+
+
+def test_the_drafter_that_pays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best at the one draft length is measured again, in turns with plain decoding and at a shorter length."""
+    model, choice, each = choice_of(monkeypatch, 2.0, {"ngram": {2: 1.0, 4: 1.25}, "recycling": {2: 0.9, 4: 1.6}})
+    assert [(one.name, round(one.data["ratio"], 2)) for one in each] == [
+        ("drafter suffix", 0.22), ("drafter ngram", 1.6), ("drafter recycling", 1.25), ("drafter trigrams", 0.22),
+    ]  # fmt: skip
+    assert (choice.data["drafter"], choice.data["length"]) == ("ngram", SHORT)
+    assert [(one["length"], round(one["ratio"], 2)) for one in choice.data["measured"]] == [(2, 2.0), (4, 1.6)]
+    assert choice.advice == f"use {choice.data['command']}" == "use shoal generate --model a-model --draft ngram"
+    assert model.calls[:2] == [("off", "off")] * 2  # a prompt of each kind
+    again = model.calls[-6:]
+    assert again == [("off", "off")] * 2 + [("ngram", 2)] * 2 + [("ngram", 4)] * 2
+    assert len(model.calls) == 2 + len(IN_THE_BOX) * (1 + 2) + 6  # one run warms each up
+
+
+def test_no_drafter_is_named_where_none_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, choice, _ = choice_of(monkeypatch, 1.5, {"suffix": {2: 1.45, 4: 1.6}})
+    assert (choice.status, choice.data["drafter"]) == ("ok", None)
+    assert "no drafter pays here; the best is suffix" in choice.figure
+    assert "--lookahead off" in choice.advice
+
+
+def test_a_disturbed_run_makes_no_drafter_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round with drafts takes no less than a plain one, so that nobody gains more than the tokens of a pass."""
+    _, choice, each = choice_of(monkeypatch, 1.03, {"ngram": {2: 0.5, 4: 0.5}})
+    assert {one.data["ratio"] for one in each if one.name == "drafter ngram"} == {1.03}
+    assert choice.data["drafter"] is None
+
+
+def test_without_a_drafter_those_in_the_box_are_measured(pair: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert run(["check", *pair[:2], *WORK, "-p", "def add(a, b):"]) == 0
+    told = capsys.readouterr()
+    found = {one["name"]: one for one in json.loads(told.out)["checks"]}
+    for name in (*IN_THE_BOX, "self:int4"):
+        one = found[f"drafter {name}"]
+        assert one["verdict"] == "skip" or one["data"]["tokens"] >= 1.0
+        assert f"drafter {name}" in told.err  # shown as it comes
+    assert {found[f"drafter {name}"]["verdict"] for name in IN_THE_BOX} == {"ok"}
+    assert found["choice"]["data"]["command"].startswith(f"shoal generate --model {pair[1]}")
+    assert "acceptance" not in found
+
+
+def test_published_drafters_are_named_by_the_shape_of_the_target() -> None:
+    def told(family: str, vocabulary: int, width: int) -> list[str]:
+        config = SimpleNamespace(model_type=family, vocab_size=vocabulary, hidden_size=width)
+        config.get_text_config = lambda: config
+        target = SimpleNamespace(name="own", has_modules=True, hf=SimpleNamespace(config=config))
+        case: Any = SimpleNamespace(model=SimpleNamespace(target=target))
+        return [one["id"] for result in published(case) for one in result.data["drafters"]]
+
+    assert told("qwen3", 151936, 4096) == [
+        "Qwen/Qwen3-0.6B",
+        "z-lab/Qwen3-8B-DFlash-b16",
+        "RedHatAI/Qwen3-8B-speculator.eagle3",
+    ]
+    assert told("qwen3", 151936, 1024) == told("qwen3", 32000, 4096) == told("mistral", 151936, 4096) == []
+    assert told("llama", 49152, 2048) == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    assert told("llama", 49152, 576) == []  # the model itself
+    assert all(bool(one.width) != bool(one.above) for one in PUBLISHED)
+
+
+# ── in a minute ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MOST_WORK = Effort(kinds=3, prompts=2, repeats=3, tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("passes", "found"),
+    [
+        (1e9, MOST_WORK),
+        (64 * runs_of(MOST_WORK) - 1, Effort(3, 1, 1, 64)),
+        (64 * runs_of(Effort(3, 1, 1, 64)) - 1, Effort(3, 1, 1, 63)),
+        (LEAST_TOKENS * runs_of(Effort(3, 1, 1, 16)), Effort(3, 1, 1, LEAST_TOKENS)),
+        (LEAST_TOKENS * runs_of(Effort(3, 1, 1, 16)) - 1, Effort(1, 1, 1, 32)),
+        (1, Effort(1, 1, 1, LEAST_TOKENS)),
+    ],
+)
+def test_work_shrinks_to_what_a_minute_allows(passes: float, found: Effort) -> None:
+    """First repeats and prompts go, then tokens, then kinds of prompts."""
+    assert MOST_WORK.within(passes, runs_of) == found
+
+
+def test_what_the_user_asks_for_stays() -> None:
+    def case() -> CheckCase:
+        made = CheckCase(SimpleNamespace(), built_in([CODE, PROSE], tiny_tokenizer()), 2, 64, 4, 3, lambda _: None)  # type: ignore[arg-type]
+        made.__dict__["seconds_of_round"] = 1.0  # so that there is time for nothing
+        return made
+
+    whole, told = affordable(case(), (64, 3), runs_of)
+    assert (whole.effort, told) == (Effort(2, 2, 3, 64), [])
+    for fixed, left in {(None, None): (1, LEAST_TOKENS), (64, None): (1, 64), (None, 3): (3, LEAST_TOKENS)}.items():
+        less, [said] = affordable(case(), fixed, runs_of)
+        assert (less.effort.kinds, less.effort.repeats, less.effort.tokens) == (1, *left)
+        assert said.data == vars(less.effort)

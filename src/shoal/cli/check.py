@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shoal.cli import check_model, check_pair, check_prompts
-from shoal.cli.check_case import CheckCase
+from shoal.cli import check_drafters, check_model, check_pair, check_prompts
+from shoal.cli.check_case import LEAST_TOKENS, SECONDS, CheckCase, Effort
 from shoal.cli.check_prompts import (
     BUILT_IN,
     CODE,
@@ -24,14 +25,15 @@ from shoal.cli.check_prompts import (
     measured_on,
     overall,
 )
-from shoal.cli.console import StatusLine, stdout
+from shoal.cli.console import StatusLine, stderr, stdout
 from shoal.cli.files import listed_prompts, read_text
-from shoal.cli.option_groups import option_groups, speed_option
-from shoal.cli.options import PROMPTS_HELP, JsonOption, ModelSource, NewTokensOption, SampleOptions
+from shoal.cli.option_groups import option_groups, sampling_option, speed_option
+from shoal.cli.options import PROMPTS_HELP, JsonOption, ModelSource, SamplesOption
 from shoal.values import require_text
 
 EXIT_FAILED_CHECK = 2
 INDENT = 24  # columns before a figure
+MOST_TOKENS, MOST_REPEATS = 64, 3  # of a row, and of timed runs, if there is time for them
 GivenPrompts = tuple[str, list[str]]
 """The place that prompts come from, and the prompts."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
@@ -73,10 +75,17 @@ class CheckPromptOptions:
 
 
 @dataclass(frozen=True)
-class MeasureOptions(SampleOptions):
-    """The length and draft length of the runs that are measured."""
+class MeasureOptions:
+    """The rows, length and draft length of the runs that are measured."""
 
-    max_new_tokens: NewTokensOption = 64
+    n: SamplesOption = 8
+    max_new_tokens: Annotated[
+        int | None,
+        sampling_option(
+            "--max-new-tokens",
+            help=f"Tokens per sample. Without it {MOST_TOKENS}, or what a minute allows.",
+        ),
+    ] = None
     k: Annotated[
         int, speed_option("--k", "-k", min=1, help="Draft length at which acceptance is measured.")
     ] = 4
@@ -87,7 +96,14 @@ def check(
     prompts: CheckPromptOptions,
     measuring: MeasureOptions,
     source: ModelSource,
-    repeats: Annotated[int, speed_option(min=1, help="Timed runs of each draft length.")] = 3,
+    repeats: Annotated[
+        int | None,
+        speed_option(
+            min=1,
+            help=f"Timed runs of each draft length. Without it {MOST_REPEATS}, or what a minute "
+            "allows.",
+        ),
+    ] = None,
     trim: Annotated[
         int | None,
         speed_option(
@@ -104,6 +120,7 @@ def check(
 ) -> int:
     """Examine a model or a pair: does it load, fit, agree, and pay?
 
+    Without --draft each drafter that needs no model is measured, and the one that pays named.
     Acceptance and speed-up depend on the text: give your own prompts. Predicted speed-ups stand
     beside measured ones, against plain decoding and against Transformers' batched generate. Every
     check says ok, warn or fail with a figure and, where needed, a remedy; exit code 2 if one
@@ -116,9 +133,9 @@ def check(
     results: list[CheckResult] = []
     with StatusLine() as status:
         for result in checks_of(source, given, measuring, repeats, status.say, trimming):
-            if not json_output:
-                status.clear()
-                show(console, result, any(result.on in earlier.whole for earlier in results))
+            status.clear()
+            said = any(result.on in earlier.whole for earlier in results)
+            show(stderr() if json_output else console, result, said)
             results.append(result)
     if json_output:
         print(
@@ -135,7 +152,7 @@ def checks_of(
     source: ModelSource,
     given: GivenPrompts,
     measuring: MeasureOptions,
-    repeats: int,
+    repeats: int | None,
     say: Callable[[str], None],
     trimming: tuple[int, list[str]] | None = None,
 ) -> Iterator[CheckResult]:
@@ -154,14 +171,14 @@ def checks_of(
         model,
         sets,
         measuring.n,
-        max_new_tokens=measuring.max_new_tokens,
+        max_new_tokens=measuring.max_new_tokens or MOST_TOKENS,
         k=measuring.k,
-        repeats=repeats,
+        repeats=repeats or MOST_REPEATS,
         say=say,
     )
     yield from check_model.turn_end(model)
     yield check_model.self_check(model.target, "target")
-    yield check_model.family(model.target, model.drafter_name)
+    yield check_model.family(model.target)
     yield check_model.executors(model.target, "target", measuring.k)
     if model.draft_model is not None:
         yield check_model.self_check(model.draft_model, "drafter")
@@ -170,13 +187,52 @@ def checks_of(
     yield measured_on(context, *sets)
     yield check_model.number_format(model.target)
     yield measured_on(check_model.memory(case), *sets)
-    if model.drafter_name is not None and context.status != "fail":
-        yield from _drafting_checks(case.drafted())
+    fixed = measuring.max_new_tokens, repeats
+    if context.status != "fail":
+        if source.draft is None:
+            yield from check_drafters.published(case)
+            some = replace(case, sets=[one.first() for one in sets])
+            some, told = affordable(some, fixed, partial(check_drafters.runs_of, case))
+            yield from told
+            yield from check_drafters.compared_drafters(some)
+        if model.drafter_name is not None:
+            yield from _drafting_checks(case.drafted(), fixed)
     if trimming is not None:
         yield check_pair.trim(case, *trimming)
 
 
-def _drafting_checks(case: CheckCase) -> Iterator[CheckResult]:
+def affordable(
+    case: CheckCase, fixed: tuple[int | None, int | None], runs: Callable[[Effort], int]
+) -> tuple[CheckCase, list[CheckResult]]:
+    """Returns a case that is measured in a minute, and a result if it has less work.
+
+    Args:
+        case: the case with all work.
+        fixed: the tokens and repeats that the user asks for, which stay; None = any.
+        runs: see `Effort.within`.
+    """
+    tokens, repeats = fixed
+    if tokens is not None and repeats is not None:
+        return case, []
+    most = case.effort
+    passes = SECONDS / case.seconds_of_round
+    less = most.within(passes, runs, LEAST_TOKENS if tokens is None else tokens)
+    if repeats is not None:
+        less = replace(less, repeats=repeats)
+    if less == most:
+        return case, []
+    case = case.with_effort(less)
+    figure = (
+        f"as a minute allows: prompts: {len(case.prompts)}, tokens of a row: {less.tokens}, timed "
+        f"runs: {less.repeats}"
+    )
+    advice = "steadier figures: --max-new-tokens 64 --repeats 3, with --prompts of your own"
+    return case, [CheckResult("work", "ok", figure, advice, vars(less))]
+
+
+def _drafting_checks(
+    case: CheckCase, fixed: tuple[int | None, int | None]
+) -> Iterator[CheckResult]:
     if not case.sets:
         advice = "measure on shorter prompts, or take a drafter with a longer context"
         yield CheckResult(
@@ -186,6 +242,8 @@ def _drafting_checks(case: CheckCase) -> Iterator[CheckResult]:
             advice,
         )
         return
+    case, told = affordable(case, fixed, check_pair.runs_of)
+    yield from told
     checks = (
         check_pair.acceptance,
         check_pair.vocabulary,

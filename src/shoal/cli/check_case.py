@@ -19,7 +19,53 @@ if TYPE_CHECKING:
 
 LONGEST = 8  # draft lengths 1..LONGEST are predicted
 TEMPERATURE = 0.8
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 8  # of a row, before runs are timed
+BASELINE_TOKENS = 8  # of a row of Transformers' generate, which may take ten times as long
+SECONDS = 35.0
+"""The seconds for all measurements, so that a check takes a minute with loading."""
+DRAFTED = 2
+"""The time of a run with drafts where they do not pay, in runs of plain decoding."""
+LEAST_TOKENS = 16
+"""The fewest tokens of a row that are measured where seconds are short."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The amount of work of the runs that are measured.
+
+    Attributes:
+        kinds: the number of kinds of prompts.
+        prompts: the number of prompts of a kind.
+        repeats: the number of timed runs.
+        tokens: the number of new tokens of a row.
+    """
+
+    kinds: int
+    prompts: int
+    repeats: int
+    tokens: int
+
+    def within(
+        self, passes: float, runs: Callable[[Effort], int], least: int = LEAST_TOKENS
+    ) -> Effort:
+        """Returns an effort of at most that many passes, if possible: less, then shorter.
+
+        Args:
+            passes: the passes of plain decoding that there is time for.
+            runs: computes the time of an effort's runs, in runs of plain decoding.
+            least: the fewest tokens of a row.
+        """
+        few = replace(self, prompts=1, repeats=1)
+        for one in (self, few):
+            if runs(one) * one.tokens <= passes:
+                return one
+        for one in (few, replace(few, kinds=1)):
+            tokens = int(passes / runs(one))
+            if tokens >= least:
+                return replace(one, tokens=min(tokens, self.tokens))
+        return replace(few, kinds=1, tokens=min(least, self.tokens))
+
+
 PLAIN, TRANSFORMERS = "off", "hf"
 
 
@@ -36,7 +82,8 @@ class Measured:
         tokens: the number of new tokens of a row.
         seconds: the seconds of all runs of a method together, by name; a method that could not run
             is in `unavailable`.
-        committed: the number of tokens that all rows of a method committed, by name.
+        committed: the number of tokens that all rows of a method committed, by name; Transformers'
+            rows have `BASELINE_TOKENS` in one run.
         unavailable: the reasons that methods could not run, by name.
     """
 
@@ -49,12 +96,9 @@ class Measured:
     unavailable: dict[str, str]
 
     def over(self, method: str) -> float | None:
-        """Returns a method's seconds over the speculative one's; None if it could not run."""
-        return (
-            self.seconds[method] / self.seconds[f"fixed:{self.k}"]
-            if method in self.seconds
-            else None
-        )
+        """Returns a method's seconds per token over the drafting one's; None if it cannot run."""
+        each = {name: self.seconds[name] / self.committed[name] for name in self.seconds}
+        return each[method] / each[f"fixed:{self.k}"] if method in each else None
 
 
 @dataclass
@@ -68,6 +112,7 @@ class CheckCase:
     k: int
     repeats: int
     say: Callable[[str], None] = field(repr=False)
+    _accepted: dict[int, dict[float, Result]] = field(default_factory=dict, init=False)
 
     @property
     def draft_context(self) -> int:
@@ -85,6 +130,17 @@ class CheckCase:
         return replace(
             self, sets=[held for one in self.sets if (held := one.within(self.draft_context))]
         )
+
+    def with_effort(self, effort: Effort) -> CheckCase:
+        """Returns the case with less work."""
+        sets = [one.first(effort.prompts) for one in self.sets[: effort.kinds]]
+        return replace(self, sets=sets, repeats=effort.repeats, max_new_tokens=effort.tokens)
+
+    @property
+    def effort(self) -> Effort:
+        """The amount of work of the case."""
+        prompts = max(len(one.ids) for one in self.sets)
+        return Effort(len(self.sets), prompts, self.repeats, self.max_new_tokens)
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -104,14 +160,19 @@ class CheckCase:
         defaults["max_new_tokens"] = self.max_new_tokens
         return self.model.generate(prompts, self.n, lookahead=lookahead, **defaults | options)
 
-    @cached_property
+    @property
     def acceptance(self) -> list[dict[float, Result]]:
         """The speculative runs by temperature, set by set."""
-        self.say("measuring acceptance ...")
-        return [
-            {t: self.run(self.k, one.ids, temperature=t) for t in (TEMPERATURE, 0.0)}
-            for one in self.sets
-        ]
+        return [self.acceptance_on(place) for place in range(len(self.sets))]
+
+    def acceptance_on(self, place: int) -> dict[float, Result]:
+        """Returns the speculative runs of a set by temperature; they are made once."""
+        if place not in self._accepted:
+            self.say("measuring acceptance ...")
+            self._accepted[place] = {
+                t: self.run(self.k, self.sets[place].ids, temperature=t) for t in (TEMPERATURE, 0.0)
+            }
+        return self._accepted[place]
 
     @cached_property
     def timed(self) -> dict[int, list[Result]]:
@@ -148,54 +209,75 @@ class CheckCase:
             ),
         )
 
-    def measured(self, one: PromptSet, k: int) -> Measured:
-        """Measures draft length k, plain decoding and Transformers' batched `generate`.
+    @cached_property
+    def seconds_of_round(self) -> float:
+        """The seconds of a round of plain decoding: the least of some runs, the first warms up."""
+        self.say("timing a pass ...")
+        tokens = min(WARM_UP_TOKENS, self.max_new_tokens)
+        runs = [
+            self.run(PLAIN, self.prompts[:1], eos=(), max_new_tokens=tokens).stats for _ in range(3)
+        ]
+        return min(stats.seconds_rounds / max(1, stats.rounds) for stats in runs)
 
-        Each decodes n rows of a prompt, prompt after prompt.
-        """
-        from shoal.bench.decoding_methods import baseline_method, shoal_method
+    @cached_property
+    def baseline(self) -> tuple[float, int, str | None]:
+        """Transformers' `generate` on the first prompt: its seconds, tokens and a refusal."""
+        from shoal.bench.decoding_methods import baseline_method
         from shoal.bench.work import Work
 
-        plain, speculative = (
-            shoal_method(self.model, lookahead) for lookahead in (PLAIN, f"fixed:{k}")
-        )
-        methods = [plain, baseline_method(self.model, TRANSFORMERS), speculative]
+        method = baseline_method(self.model, TRANSFORMERS)
+        tokens = min(BASELINE_TOKENS, self.max_new_tokens)
+        work = Work(tuple(self.prompts[:1]), self.n, TEMPERATURE, tokens, 0)
+        self.say("measuring Transformers' decoding ...")
+        reason = _refusal(method, replace(work, max_new_tokens=1))
+        if reason is not None:
+            return 0.0, 0, reason
+        run = method.run(work)
+        return run.seconds, run.committed, None
+
+    def measured(self, one: PromptSet, k: int) -> Measured:
+        """Measures draft length k and plain decoding, in turns, and Transformers' `generate` once.
+
+        The first two decode n rows of a prompt, prompt after prompt.
+        """
+        from shoal.bench.decoding_methods import shoal_method
+        from shoal.bench.work import Work
+
+        methods = [shoal_method(self.model, lookahead) for lookahead in (PLAIN, f"fixed:{k}")]
         tokens = min(self.max_new_tokens, self.model.target.context - one.longest)
-        turns = -(-self.repeats // len(self.prompts))  # at least `repeats` runs in all
+        turns = self.turns(len(self.prompts))
         works = [
             Work((ids,), self.n, TEMPERATURE, tokens, seed)
             for seed, ids in enumerate(one.ids * turns)
         ]
         self.say("warming up ...")
         short = Work(one.ids[:1], self.n, TEMPERATURE, min(WARM_UP_TOKENS, tokens), 0)
-        unavailable = {
-            method.name: reason
-            for method in methods
-            if (reason := _refusal(method, short)) is not None
-        }
-        seconds: dict[str, float] = {
-            method.name: 0.0 for method in methods if method.name not in unavailable
-        }
+        for method in methods:
+            method.run(short)
+        seconds = {method.name: 0.0 for method in methods}
         committed = dict.fromkeys(seconds, 0)
         for number, work in enumerate(works, 1):
-            self.say(
-                f"measuring plain, speculative and Transformers' decoding, {number} of "
-                f"{len(works)} ..."
-            )
+            self.say(f"measuring plain and speculative decoding, {number} of {len(works)} ...")
             for method in methods[:: -1 if number % 2 else 1]:
-                if method.name in seconds:
-                    run = method.run(work)
-                    seconds[method.name] += run.seconds
-                    committed[method.name] += run.committed
+                run = method.run(work)
+                seconds[method.name] += run.seconds
+                committed[method.name] += run.committed
+        took, made, reason = self.baseline
+        if reason is None:
+            seconds[TRANSFORMERS], committed[TRANSFORMERS] = took, made
         return Measured(
             k,
             len(works),
             self.n,
-            tokens=tokens,
+            tokens,
             seconds=seconds,
             committed=committed,
-            unavailable=unavailable,
+            unavailable={} if reason is None else {TRANSFORMERS: reason},
         )
+
+    def turns(self, prompts: int) -> int:
+        """Returns the runs of each of so many prompts, of which there are at least `repeats`."""
+        return -(-self.repeats // prompts)
 
 
 def _refusal(method: Method, work: Any) -> str | None:

@@ -173,14 +173,23 @@ def turn_end(model: Shoal) -> Iterator[CheckResult]:
     )
 
 
-def family(target: Runner, drafter: str | None = None) -> CheckResult:
-    """Tells the family of a model, the layers that keep states, and the drafters in the box.
+def drafters_in_the_box(target: Runner) -> list[str]:
+    """Returns the drafters that need neither a second model nor training.
 
-    These need neither a second model nor training. The first is the one that `auto` means. Without
-    a drafter, the advice is the command that measures it.
+    The first is the one that `auto` means.
     """
     from shoal.drafting.mtp import has_layer
 
+    drafters = [MTP.name] if has_layer(target) else []
+    drafters += sorted(
+        (one.name for one in kinds() if one.reads_text and one.maker and not one.about),
+        key=lambda name: name != SUFFIX.name,
+    )
+    return drafters + (["self"] if target.has_modules and target.cut_obstacle is None else [])
+
+
+def family(target: Runner) -> CheckResult:
+    """Tells the family of a model, the layers that keep states, and the drafters in the box."""
     config = getattr(target.hf, "config", None) if target.has_modules else None
     kind = "GGUF" if config is None else config.get_text_config().model_type
     names = () if target.mixers is None else target.mixers.modules
@@ -188,18 +197,10 @@ def family(target: Runner, drafter: str | None = None) -> CheckResult:
     states = "some layers" if target.keeps_states else "no layer"
     if layers:
         states = f"layers {', '.join(map(str, layers))}"
-    drafters = [MTP.name] if has_layer(target) else []
-    drafters += sorted(
-        (one.name for one in kinds() if one.reads_text and one.maker and not one.about),
-        key=lambda name: name != SUFFIX.name,
-    )
-    if target.has_modules and target.cut_obstacle is None:
-        drafters.append("self")
+    drafters = drafters_in_the_box(target)
     figure = f"{kind}; {states} with recurrent states; drafters in the box: {', '.join(drafters)}"
-    command = f"shoal check --model {display_name(target)} --draft {drafters[0]}"
     data = {"family": kind, "layers_with_states": layers, "drafters": drafters}
-    advice = "" if drafter else f"whether one pays: {command}"
-    return CheckResult("family", "ok", figure, advice, data)
+    return CheckResult("family", "ok", figure, data=data)
 
 
 def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:

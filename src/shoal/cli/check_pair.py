@@ -10,15 +10,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.bench.measure import (
-    Identity,
-    compared,
-    greedy_identity,
-    per_position,
-    predicted_speedup,
-    token_ids,
+from shoal.bench.measure import Identity, compared, per_position, predicted_speedup, token_ids
+from shoal.cli.check_case import (
+    BASELINE_TOKENS,
+    DRAFTED,
+    LONGEST,
+    PLAIN,
+    TEMPERATURE,
+    TRANSFORMERS,
+    CheckCase,
+    Effort,
+    Measured,
 )
-from shoal.cli.check_case import LONGEST, PLAIN, TEMPERATURE, TRANSFORMERS, CheckCase, Measured
 from shoal.cli.check_model import training_command
 from shoal.cli.check_prompts import CheckResult, measured_on, named
 from shoal.cli.options import dtype_name
@@ -30,12 +33,24 @@ if TYPE_CHECKING:
 
 
 GREEDY = "greedy identity"
+BASELINE_RUNS = 3  # that take as long as Transformers' generate
 WORTHWHILE = 1.05  # a speed-up below this is none
+
+
+def runs_of(effort: Effort) -> int:
+    """Returns the time of an effort's runs, in runs of plain decoding."""
+    prompts = effort.kinds * effort.prompts
+    turns = -(-effort.repeats // prompts)
+    identity = 2 + DRAFTED  # greedy drafts are those of acceptance
+    of_prompt = 2 * DRAFTED + identity + turns * (1 + DRAFTED)
+    lengths = 1 + 3 * DRAFTED
+    return prompts * of_prompt + effort.repeats * lengths + BASELINE_RUNS
 
 
 def acceptance(case: CheckCase) -> Iterator[CheckResult]:
     """Measures the share of the drafted tokens that the target keeps, by kind of prompts."""
-    for one, results in zip(case.sets, case.acceptance, strict=True):
+    for place, one in enumerate(case.sets):
+        results = case.acceptance_on(place)
         yield measured_on(_accepted(named("acceptance", one), case, results), one)
 
 
@@ -124,7 +139,8 @@ def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Che
         figure += f"Transformers' generate could not run ({measured.unavailable[TRANSFORMERS]})"
     else:
         figure += f"{transformers:.2f}x Transformers' batched generate"
-    figure += f" ({measured.runs} x {measured.rows} rows of {measured.tokens} tokens each)"
+    figure += f" ({measured.runs} x {measured.rows} rows of {measured.tokens} tokens each"
+    figure += f"; generate {measured.rows} of {BASELINE_TOKENS})" if transformers else ")"
     if plain < WORTHWHILE:
         advice = (
             "speculation does not pay at this batch: --lookahead auto, the default, then makes no "
@@ -137,15 +153,16 @@ def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> Che
 def identity(case: CheckCase) -> Iterator[CheckResult]:
     """Compares speculation with plain decoding token by token: greedily, and with a seed."""
     case.say("comparing greedy decoding ...")
-    greedy = greedy_identity(
-        case.model, case.prompts, case.n, case.k, max_new_tokens=case.max_new_tokens
-    )
+    runs = [results[0.0] for results in case.acceptance]
+    plain = [case.run(PLAIN, one.ids, temperature=0.0) for one in case.sets]
+    rows = [[each for run in part for each in token_ids(run)] for part in (plain, runs)]
+    greedy = compared(rows[0], rows[1], sum(run.stats.drafted for run in runs))
     yield measured_on(_compared(case, GREEDY, greedy), *case.sets)
     case.say("comparing seeded sampling ...")
-    plain, drafted = (
+    alone, drafted = (
         case.run(lookahead, case.prompts, rule="coupled") for lookahead in (PLAIN, case.k)
     )
-    seeded = compared(token_ids(plain), token_ids(drafted), drafted.stats.drafted)
+    seeded = compared(token_ids(alone), token_ids(drafted), drafted.stats.drafted)
     yield measured_on(_compared(case, "seeded identity", seeded), *case.sets)
 
 

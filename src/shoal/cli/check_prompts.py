@@ -139,9 +139,9 @@ class PromptSet:
             else None
         )
 
-    def first(self) -> PromptSet:
-        """Returns the set with the first prompt only."""
-        return replace(self, texts=self.texts[:1], ids=self.ids[:1])
+    def first(self, count: int = 1) -> PromptSet:
+        """Returns the set with its first prompts only."""
+        return replace(self, texts=self.texts[:count], ids=self.ids[:count])
 
     def __str__(self) -> str:
         of = f" of {self.kind}" if self.kind else ""

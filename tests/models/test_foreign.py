@@ -1,6 +1,6 @@
 """Checkpoints that others quantised: read with their scales, or refused by name; whole numbers are never taken for weights.
 
-Tests of: models.pretrained.
+Tests of: models.pretrained, models.selfcheck (tolerance), models.quantize (set_apart).
 """
 
 from __future__ import annotations
@@ -8,18 +8,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import shoal
+from shoal.drafting.ngram import NGramDrafter
 from shoal.errors import UnsupportedModel
-from shoal.models import pretrained
-from shoal.testing import tiny_model, tiny_tokenizer
+from shoal.models import pretrained, weights
+from shoal.models.load_checks import BYTES
+from shoal.models.quantize import rounds_features, set_apart
+from shoal.models.selfcheck import tolerance
+from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 
 Tensors = dict[str, Tensor]
 BLOCK = 16
@@ -138,3 +145,70 @@ def test_mxfp4_is_read_by_its_blocks(tmp_path: Path) -> None:
     right = rewrite(tmp_path, {"quant_method": "mxfp4"}, form) | expected
     assert len(expected) > 1
     agrees(tmp_path, right)
+
+
+BY_PACKAGES = {
+    "bitsandbytes 8": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_8bit=True)),
+    "bitsandbytes 4": ("bitsandbytes", lambda: transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
+    "torchao": ("torchao", lambda: transformers.TorchAoConfig(torchao_config("Int8WeightOnlyConfig"))),
+    "torchao, features too": (
+        "torchao", lambda: transformers.TorchAoConfig(torchao_config("Int8DynamicActivationInt8WeightConfig"))
+    ),
+}  # fmt: skip
+
+
+def torchao_config(name: str) -> Any:
+    return getattr(import_module("torchao.quantization"), name)()
+
+
+@pytest.mark.parametrize("name", BY_PACKAGES)
+def test_what_a_package_of_transformers_computes_runs_by_modules(name: str, tmp_path: Path) -> None:
+    """As a target with the ids of Transformers, and as a drafter whose drafts are counted."""
+    package, config = BY_PACKAGES[name]
+    pytest.importorskip(package)
+    plain, _ = save_pair(tmp_path, hidden_size=64, intermediate_size=128)
+    quantised = tmp_path / "quantised"
+    transformers.AutoModelForCausalLM.from_pretrained(plain, quantization_config=config()).save_pretrained(quantised)
+    tiny_tokenizer().save_pretrained(quantised)
+    alone = transformers.AutoModelForCausalLM.from_pretrained(quantised)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    right = alone.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 4:].tolist()
+    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 8, "eos": ()}
+    with shoal.load(quantised) as model:
+        assert model.loaded["target"]["passes"] == "modules"  # type: ignore[index]
+        for lookahead, drafter in (("off", None), (3, NGramDrafter())):
+            found = model.generate(ids.tolist(), 2, lookahead=lookahead, drafter=drafter, **options)
+            assert [list(one.token_ids) for one in found[0].samples] == [right] * 2
+    with shoal.load(plain, quantised) as model:
+        drafted = model.generate(ids.tolist(), 2, lookahead=3, **options)
+        assert drafted.stats.accepted > 0
+        plainly = model.generate(ids.tolist(), 2, lookahead="off", **options)
+        assert [one.token_ids for one in drafted[0].samples] == [one.token_ids for one in plainly[0].samples]
+
+
+class Elsewhere(Tensor):
+    """A weight of another library: its bytes are not those of its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.view, Tensor.data_ptr):
+            raise NotImplementedError(f"{func} of another library's tensor")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_weight_of_another_library_is_left_to_its_module() -> None:
+    """It is not packed, and its products may be rounded as its library rounds them; a layer beside it is packed."""
+    model = tiny_model("llama")
+    layer = model.model.layers[0].mlp.down_proj
+    weight = layer.weight.detach().as_subclass(Elsewhere)
+    layer._parameters["weight"] = weight
+    assert not rounds_features(model)
+    set_apart(model)
+    forms = weights.lay_out(model, weights.by_facts)
+    assert layer.weight is weight
+    assert type(layer) not in weights.LINEARS
+    others = [each for each in model.modules() if type(each) in weights.LINEARS]
+    assert len(others) == 14
+    assert forms
+    assert rounds_features(model)
+    assert tolerance(SimpleNamespace(has_modules=True, hf=model, dtype=torch.float32)) == BYTES[torch.float32]  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from shoal.models.load_checks import KeptChecks, kept_checks
 from shoal.models.load_report import StageWatch, unwatched
 from shoal.models.mixers import use_mixers
 from shoal.models.pretrained import causal_config, load_weights, no_groups
-from shoal.models.quantize import Int8Linear, cannot_save, quantized
+from shoal.models.quantize import Int8Linear, cannot_save, quantized, set_apart
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
 from shoal.models.sources import gguf_of
@@ -236,6 +236,8 @@ def _no_groups(config: Any, place: torch.device, asked: LoadOptions) -> str | No
 
 def _packed(hf: Any, asked: LoadOptions, *, sharded: bool) -> tuple[Any, dict[str, str]]:
     """Packs and quantises weights; returns the model and the notes of both choices."""
+    if not sharded:
+        set_apart(hf)
     plain = asked.strict or not asked.pack or asked.quantize != "off"
     forms = weights.without_packing if plain else weights.by_facts
     order = "sharded" if sharded else weights.lay_out(hf, forms)

@@ -248,3 +248,29 @@ def _with_torchao(hf: Any, form: str) -> Any:
     quantize_(ours, config)
     ours.save_pretrained = cannot_save
     return ours
+
+
+class ForeignLinear(nn.Linear):
+    """A linear layer whose weight is a tensor of another library, such as torchao's.
+
+    Such a weight has its own product and, for most, no bytes in the usual order: only the module
+    computes with it.
+    """
+
+
+def set_apart(hf: nn.Module) -> None:
+    """Makes a `ForeignLinear` of each linear layer whose weight is a tensor of another library."""
+    for module in hf.modules():
+        if type(module) is nn.Linear and type(module.weight) not in (nn.Parameter, Tensor):
+            module.__class__ = ForeignLinear
+
+
+def rounds_features(hf: nn.Module) -> bool:
+    """Returns True if other libraries' layers may round features to bytes.
+
+    bitsandbytes' 8 bits do, and some of torchao's formats.
+    """
+    return any(
+        isinstance(each, ForeignLinear) or type(each).__name__ == "Linear8bitLt"
+        for each in hf.modules()
+    )

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.errors import UnsupportedModel
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.load_checks import BYTES, GROUPS, KEYS, LIMITS, divergences
+from shoal.models.quantize import rounds_features
 from shoal.models.runner import Runner
 from shoal.models.weights.groups import GroupLinear
 from shoal.types.requests import Prefix
@@ -36,10 +37,10 @@ RESULTS = ("packs", "shares", "takes_trees", "context", "self_check_error")
 def tolerance(runner: Runner) -> float:
     """Returns the largest divergence of passes from a plain forward that the dtype allows, in nats.
 
-    llama.cpp, which rounds activations to bytes, has a larger tolerance, and so have weights in
-    groups, and rounded keys.
+    llama.cpp, which rounds activations to bytes, has a larger tolerance, and so have layers of
+    other libraries, weights in groups, and rounded keys.
     """
-    if not runner.has_modules:
+    if not runner.has_modules or rounds_features(runner.hf):
         return BYTES[runner.dtype]
     rounded = any(
         isinstance(each, GroupLinear) and not each.matrix.exact for each in runner.hf.modules()

@@ -22,8 +22,8 @@ SHORT, LONG, SCREEN = 60, 400, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 362,
-    "lines": 87_149,
+    "modules": 363,
+    "lines": 87_559,
     "short modules": 3,
     "long modules": 0,
     "long functions": 4,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 import shoal
 from attention_paths import ARCHITECTURES_HERE, KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED
 from shoal.api import Shoal, Stream
+from shoal.cli.check_model import drafters_in_the_box
 from shoal.config import Limits, Sampling
 from shoal.engine import running_rows
 from shoal.engine.scheduler import ScheduledRound
@@ -85,6 +87,10 @@ def test_the_table_of_models_says_what_the_code_can(architecture: str) -> None:
     fused = type(runner.hf).__name__ in FAMILY
     assert [word == "yes" for word in said[:3]] == [runner.takes_trees, runner.can_keep_prefixes, fused]
     assert ("without `self`" in said[3]) == (runner.cut_obstacle is not None)
+    everywhere = re.findall("`(.+?)`", table()["llama"][3])
+    left = [name for name in everywhere if f"without `{name}`" not in said[3]]
+    assert said[3].startswith(("the same", "`suffix`"))
+    assert drafters_in_the_box(runner) == left  # `mtp` needs a checkpoint: tests/drafting/test_mtp.py
 
 
 @lru_cache(maxsize=1)  # the tests of one architecture run side by side

@@ -23,10 +23,14 @@ from laws import ALPHA, declared_law, joint
 from laws import run as sampled
 from shoal.cli.check_model import executors, family
 from shoal.config import Limits, Sampling
+from shoal.drafting.checkpoints import layers_and_width
+from shoal.drafting.medusa import MedusaDrafter
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.recycling import RecyclingDrafter
 from shoal.drafting.suffix import SuffixDrafter
+from shoal.drafting.sums import SumDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, PairMismatch, UnsupportedModel
 from shoal.integrations.loglikelihoods import loglikelihoods
@@ -51,8 +55,9 @@ from shoal.types.trees import DraftTree
 
 pytestmark = pytest.mark.skipif(not RECURRENT_HERE, reason="an older Transformers keeps states in caches of many kinds")
 
-FAMILIES = ("lfm2", "qwen3-next", "jamba")
-"""A convolution alone; a gated delta net among experts; a state-space model that must be fed token by token."""
+FAMILIES = ("lfm2", "qwen3-next", "jamba", "granite-hybrid", "falcon-h1")
+"""A convolution alone; a gated delta net among experts; a state-space model that must be fed token by token; one in blocks, with
+a multiplier (Bamba's layers); attention and a state-space model side by side in every layer."""
 STEPWISE = {"mamba", "falcon-mamba", "jamba", "zamba", "zamba2", "nemotron-h"}
 K, NEW = 3, 20
 
@@ -139,6 +144,25 @@ def _noisy(family: str) -> Runner:
     return wrap(hf, family)
 
 
+def _heads_that_know(family: str) -> Callable[[Tensor], Tensor]:
+    """Three heads that say the tokens after the next one, of two tokens of three, by the target's last state."""
+    states: list[Tensor] = []
+    following: list[list[int]] = []
+    for ids in PROMPTS:
+        tokens = [*ids, *stock_ids(family, ids)]
+        made = target(family).hf(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
+        states.append(made.hidden_states[-1][0].detach())
+        right = [*(token if i % 3 else 0 for i, token in enumerate(tokens)), 0, 0, 0, 0]
+        following += [right[i + 2 : i + 5] for i in range(len(tokens))]
+    known, said = torch.cat(states), torch.tensor(following)
+
+    def heads(seen: Tensor) -> Tensor:
+        nearest = torch.cdist(seen, known).argmin(-1)
+        return 99 * torch.nn.functional.one_hot(said[nearest], VOCABULARY).float().transpose(0, 1)
+
+    return heads
+
+
 DRAFTERS: dict[str, Callable[[str], Drafter | Runner | None]] = {
     "none": lambda family: None,
     "its own family": _noisy,
@@ -146,6 +170,10 @@ DRAFTERS: dict[str, Callable[[str], Drafter | Runner | None]] = {
     "without states": half_right,
     "ngram": lambda family: NGramDrafter(),
     "suffix": lambda family: SuffixDrafter(),
+    "recycling": lambda family: RecyclingDrafter.for_target(target(family)),
+    "suffix+ngram": lambda family: SumDrafter([SuffixDrafter()], NGramDrafter()),
+    "suffix+model": lambda family: SumDrafter([SuffixDrafter()], ModelDrafter(_noisy(family).fork(), VOCABULARY)),
+    "medusa": lambda family: MedusaDrafter(_heads_that_know(family), layers_and_width(target(family))[0]),
 }
 
 
@@ -154,7 +182,7 @@ DRAFTERS: dict[str, Callable[[str], Drafter | Runner | None]] = {
 def test_every_drafter_leaves_the_greedy_ids(family: str, kind: str) -> None:
     made = engine(family, DRAFTERS[kind](family))
     assert run(made, n=2) == [ids for ids in expected(family) for _ in range(2)]
-    if kind in ("its own family", "without states"):
+    if kind in ("its own family", "without states", "suffix+model", "medusa"):
         assert 0 < made.stats.accepted < made.stats.drafted
 
 
@@ -185,8 +213,8 @@ def test_a_text_longer_than_the_usual_context(family: str) -> None:
     drafter.runner.context = 512
     made = Engine(runner, drafter, Fixed(K), max_batch=2)
     ids = torch.tensor([PROMPTS[1]])
-    out = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=140, do_sample=False)
-    assert run(made, PROMPTS[1:2], n=2, new=140) == [out[0, ids.shape[1] :].tolist()] * 2
+    out = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, do_sample=False)
+    assert run(made, PROMPTS[1:2], n=2, new=300) == [out[0, ids.shape[1] :].tolist()] * 2
     assert 0 < made.stats.accepted < made.stats.drafted
 
 

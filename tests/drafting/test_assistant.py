@@ -62,8 +62,9 @@ def loaded(directory: Path, vocab: int = 260, **options: Any) -> Pair:
     return Pair(runner, str(place), AutoModelForCausalLM.from_pretrained(place).eval())
 
 
-KINDS = {"shared": {}, "dense": {"shared": 0}, "ordered": {"ordered": True}}
-"""Targets some of whose layers read the keys of others; none, so that rows share stored prompts; an assistant of clusters."""
+KINDS = {"shared": {}, "dense": {"shared": 0}, "ordered": {"ordered": True}, "unified": {"unified": True}}
+"""Targets some of whose layers read the keys of others; none, so that rows share stored prompts; an assistant of clusters; the pair
+of the unified kind (`gemma4_unified_assistant`)."""
 
 
 @pytest.fixture(scope="module", params=KINDS)

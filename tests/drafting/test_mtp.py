@@ -37,6 +37,7 @@ from shoal.models.loading import wrap
 from shoal.models.mtp_layer import MtpHeads
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.testing import tiny_model, tiny_tokenizer
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
 
@@ -253,6 +254,23 @@ def test_auto_passes_over_layers_that_are_not_whole(tmp_path: Path, caplog: pyte
     assert "layers.1.mtp_block.self_attn.o_proj.weight" in said
     with pytest.raises(ModelError, match="o_proj"):
         shoal.load(place, "mtp", dtype="float32")
+
+
+def test_a_layer_that_transformers_cannot_place_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """MiMo-7B's names, beside the weights of a Qwen2: `mtp` names one, and `auto` says so and takes `suffix`."""
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(32, 64)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with caplog.at_level("WARNING", "shoal"), shoal.load(tmp_path, "auto", dtype="float32") as pair:
+        assert str(pair.drafter_name).startswith("suffix")
+    assert "model.mtp_layers.0.input_proj.weight" in caplog.text
+    told = (
+        r"has a multi-token-prediction layer whose tensors \(model\.mtp_layers\.0\.input_proj\.weight\) Transformers cannot"
+    )
+    with pytest.raises(UnsupportedModel, match=told):
+        shoal.load(tmp_path, "mtp", dtype="float32")
 
 
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,11 +11,13 @@ import transformers
 from torch import Tensor
 
 from shoal.testing import tiny_model, tiny_tokenizer
-from shoal.testing.architectures import WINDOW
+from shoal.testing.architectures import NAMES, WINDOW
 from shoal.testing.tiny import VOCABULARY, fill
 
 
-def assistant(vocab: int = VOCABULARY, *, width: int = 32, ordered: bool = False, **options: Any) -> Any:
+def assistant(
+    vocab: int = VOCABULARY, *, width: int = 32, ordered: bool = False, unified: bool = False, **options: Any
+) -> Any:
     """A tiny random assistant of three layers, for a target of tiny Gemma 4's shape."""
     text = {
         "model_type": "gemma4_text",
@@ -33,14 +35,18 @@ def assistant(vocab: int = VOCABULARY, *, width: int = 32, ordered: bool = False
         "vocab_size_per_layer_input": 0,
         "max_position_embeddings": 128,
     }
-    config = transformers.Gemma4AssistantConfig(
+    family = "Gemma4Unified" if unified else "Gemma4"
+    if unified:
+        text["model_type"] = "gemma4_unified_text"
+        del text["hidden_size_per_layer_input"], text["vocab_size_per_layer_input"]
+    config = getattr(transformers, f"{family}AssistantConfig")(
         text_config=text | options,
         backbone_hidden_size=width,
         use_ordered_embeddings=ordered,
         num_centroids=vocab // 10,
         centroid_intermediate_top_k=3,
     )
-    model = transformers.Gemma4AssistantForCausalLM(config)
+    model = getattr(transformers, f"{family}AssistantForCausalLM")(config)
     fill(model, 5, 0.2)
     if ordered:
         order = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))
@@ -48,13 +54,25 @@ def assistant(vocab: int = VOCABULARY, *, width: int = 32, ordered: bool = False
     return model.eval()
 
 
-def save_assisted(directory: Path, vocab: int = VOCABULARY, *, shared: int = 2, ordered: bool = False) -> tuple[Path, Path]:
+def unified_target(vocab: int) -> Any:
+    """A tiny random Gemma 4 of the unified kind: every layer has keys of its own."""
+    shape = NAMES["llama"] | {"head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "vocab_size": vocab}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    config = transformers.Gemma4UnifiedTextConfig(**shape, **ends, num_hidden_layers=4, layer_types=kinds)
+    model = transformers.Gemma4UnifiedForCausalLM(config)
+    fill(model, 0)
+    return model.eval()
+
+
+def save_assisted(
+    directory: Path, vocab: int = VOCABULARY, *, shared: int = 2, ordered: bool = False, unified: bool = False
+) -> tuple[Path, Path]:
     """The directories of a target, of whose layers so many read the keys of others, and of an assistant."""
     places = directory / "target", directory / "assistant"
-    target = tiny_model(
-        "gemma4", vocab_size=vocab, num_kv_shared_layers=shared, vocab_size_per_layer_input=vocab, pad_token_id=0
-    )
-    for model, place in zip((target, assistant(vocab, ordered=ordered)), places, strict=True):
+    shape = {"num_kv_shared_layers": shared, "vocab_size_per_layer_input": vocab, "pad_token_id": 0}
+    target = unified_target(vocab) if unified else tiny_model("gemma4", vocab_size=vocab, **shape)
+    for model, place in zip((target, assistant(vocab, ordered=ordered, unified=unified)), places, strict=True):
         model.save_pretrained(place)
         tiny_tokenizer().save_pretrained(place)
     return places

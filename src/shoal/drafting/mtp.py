@@ -28,7 +28,7 @@ from shoal.errors import ModelError, UnsupportedModel
 from shoal.models.cache import Plan
 from shoal.models.eagle3_layer import Eagle3Model
 from shoal.models.load_report import LOG
-from shoal.models.mtp_layer import MtpHeads, checkpoint_of, layer_names, load_layer
+from shoal.models.mtp_layer import MtpHeads, checkpoint_of, layer_names, load_layer, unplaced
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree
@@ -215,7 +215,7 @@ class CascadeModel(Eagle3Model):
 def has_layer(target: Runner) -> bool:
     """Returns True if the target's checkpoint has such layers, and they can be loaded."""
     place = _place(target)
-    if place is None or not layer_names(place, layers_and_width(target)[0]):
+    if place is None or not (layer_names(place, layers_and_width(target)[0]) or unplaced(place)):
         return False
     try:
         once(target, str(place), _load)

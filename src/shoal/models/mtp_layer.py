@@ -80,6 +80,11 @@ def layer_names(directory: Path, layers: int) -> dict[str, list[str]]:
     return found
 
 
+def unplaced(directory: Path) -> str:
+    """Returns the name of a tensor of such a layer that has no place in Transformers', or ""."""
+    return next((name for name in _tensors(directory) if ".mtp_layers." in name), "")
+
+
 def shared_modules(names: Iterable[str]) -> list[str]:
     """Returns the modules of a layer, as Transformers calls them, that stand beside the layers.
 
@@ -207,6 +212,12 @@ def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
     """
     text = hf.config.get_text_config(decoder=True)
     names = layer_names(directory, int(text.num_hidden_layers))
+    strange = unplaced(directory)
+    if not names and strange:
+        raise UnsupportedModel(
+            f"{name} has a multi-token-prediction layer whose tensors ({strange}) Transformers "
+            f"cannot place"
+        )
     if not names:
         raise UnsupportedModel(
             f"{name} has no multi-token-prediction layer: its checkpoint has no such tensors"

@@ -333,13 +333,14 @@ REASONS_AFTER_A_PASS = {
     "deepseek-v4": "states in a cache of its own kind",
     "minimax": "states in a cache of its own kind .ValueError: MiniMax uses cache of its own",
     "xlstm": "states in a cache of its own kind",
-    "inkling": "ragged decoding diverges from a plain forward",
 }
 REASONS = {
     "bloom": "ALiBi biases are built from a 2D mask shared by all rows",
     "gpt-neo": "local layers slice keys at an offset common to all rows",
     "falcon-alibi": "ALiBi: its position biases are built from a 2D mask",
     **REASONS_AFTER_A_PASS,
+    **dict.fromkeys(("inkling", "inkling2", "inkling2-loop"), "relative biases count from Transformers' own cache"),
+    **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa", "qwen4-exp"), "indexers choose each token's keys"),
     "rwkv": "recurrent states in an object of its own kind",
     "t5": "encoder-decoder",
     "llama4": "chunked attention is not implemented for ragged rows",

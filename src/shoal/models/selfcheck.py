@@ -73,7 +73,17 @@ def self_check(runner: Runner) -> float:
             setattr(runner, name, value)
         runner.cache = runner.new_cache()
         return float(kept["self_check_error"])
-    error = _self_check(runner)
+    try:
+        error = _self_check(runner)
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as problem:
+        if isinstance(problem, torch.OutOfMemoryError) or "allocate" in str(problem):
+            raise
+        first = str(problem).partition("\n")[0]
+        kind = runner.hf.config.get_text_config().model_type
+        raise UnsupportedModel(
+            f"{runner.name} ({kind}) is not supported: its modules do not compute rows of unequal "
+            f"lengths ({type(problem).__name__}: {first})"
+        ) from problem
     runner.kept_checks.write(SELF_CHECK, {name: getattr(runner, name) for name in RESULTS})
     return error
 

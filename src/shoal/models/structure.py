@@ -81,6 +81,12 @@ def _refusal(hf: Any, config: Any) -> str | None:
         return "it is an encoder-decoder; shoal decodes causal language models"
     if config.model_type in REFUSED:
         return REFUSED[config.model_type]
+    if any(name.endswith("indexer") for name, _ in hf.named_modules()):
+        return (
+            "its indexers choose each token's keys from a cache of their own, by whole rows' masks"
+        )
+    if getattr(config, "d_rel", None):
+        return "its relative biases count from Transformers' own cache, not from rows' positions"
     layers = set(getattr(config, "layer_types", None) or ())
     if (
         keeps_states(hf)

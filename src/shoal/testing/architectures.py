@@ -284,6 +284,29 @@ RECURRENT: dict[str, Spec] = {
 }
 """The architectures whose layers keep recurrent states in Transformers' cache."""
 
+INKLING: dict[str, Any] = {
+    **HEAD,
+    **SLIDING,
+    "layer_types": ["hybrid", "hybrid_sliding"],
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+INDEXED: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_topk": 8,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+}
+
 REFUSED: dict[str, Spec] = {
     "xlstm": Spec("xLSTMConfig", {"hidden_size": 32, "num_heads": 2}, names=""),
     "minimax": Spec(
@@ -298,6 +321,26 @@ REFUSED: dict[str, Spec] = {
     "deepseek-v4": Spec("DeepseekV4Config", HEAD),
     "inkling": Spec(
         "InklingTextConfig", HEAD | SLIDING | {"layer_types": ["hybrid", "hybrid_sliding"]}
+    ),
+    "inkling2": Spec("Inkling2TextConfig", INKLING),
+    "inkling2-loop": Spec("Inkling2LoopTextConfig", INKLING),
+    "deepseek-v3.2": Spec("DeepseekV32Config", INDEXED),
+    "glm-moe-dsa": Spec("GlmMoeDsaConfig", INDEXED),
+    "qwen4-exp": Spec(
+        "Qwen4ExpTextConfig",
+        HEAD
+        | EXPERTS
+        | DELTA
+        | {
+            "layer_types": ["linear_attention", "indexed_attention"],
+            "shared_expert_intermediate_size": 24,
+            "hc_lowrank": 8,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+        },
     ),
     "recurrent-gemma": Spec(
         "RecurrentGemmaConfig",

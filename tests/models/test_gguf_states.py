@@ -16,11 +16,16 @@ import torch
 
 import shoal
 from gguf_files import TOKENS, require_llama
+from laws import ALPHA
 from shoal.cli.check_model import executors
 from shoal.drafting.draft import read_draft
+from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.errors import InternalError, ModelError, UnsupportedModel
+from shoal.models.gguf.gguf_model import library
 from shoal.models.gguf.gguf_runner import GgufRunner, load_gguf
-from shoal.models.gguf.state_sequences import StateSequences
+from shoal.models.gguf.state_sequences import Base, StateSequences
+from shoal.testing.enumeration import chi_square
+from shoal.types.trees import DraftTree
 from state_files import FAMILIES, tiny_state_model, write_state_gguf
 
 PROMPTS = ([5, 9, 70, 33, 12], [7], [40, 41, 42, 40, 41, 42, 40, 41])
@@ -173,6 +178,201 @@ def test_states_are_written_down_once_a_round(runner: tuple[GgufRunner, Any], mo
     assert written == [0, 1, 0, 1]
     right = [target.plain_logits(torch.tensor([ids]))[0, -1] for ids in ([1, 2, 3, 7, 7, 9], [4, 5, 6, 9])]
     torch.testing.assert_close(logits, torch.stack(right), atol=2e-2, rtol=0)
+
+
+class HalfRight(Drafter):
+    """Proposes the texts that it knows, and every third time another token in the end."""
+
+    def __init__(self, texts: Sequence[list[int]]) -> None:
+        self.texts = texts
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        drafts = []
+        for row, length in zip(inputs.rows, inputs.lengths, strict=True):
+            known = len(row.tokens)
+            text = next(text for text in self.texts if text[:known] == list(row.tokens))
+            draft = text[known : known + length]
+            drafts.append([*draft[:-1], 0] if known % 3 == 0 and draft else draft)
+        return DraftTree.of(drafts, device=inputs.uniforms.device)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_round_copies_no_state_to_the_host(
+    family: str, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States stay with llama.cpp. Of LFM2 it has them behind every token of a pass: nothing is kept, and nothing fed again."""
+    lib, calls = library(), {"kept": 0, "taken": 0, "to the host": 0}
+    flags: list[int] = []
+
+    def counted(owner: Any, name: str, what: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*given: Any) -> Any:
+            calls[what] += 1
+            flags.extend(given[-1:] if what == "kept" else ())
+            return real(*given)
+
+        monkeypatch.setattr(owner, name, call)
+
+    known = [[*prompt, *greedy(tiny_state_model(family), prompt, 24)] for prompt in PROMPTS]
+    with shoal.load(file(family), max_batch=4) as model:
+        counted(lib, "llama_state_seq_get_data_ext", "kept")
+        counted(lib, "llama_state_seq_get_data", "to the host")
+        counted(StateSequences, "_read_base", "taken")
+        stats = model.generate(PROMPTS, 1, temperature=0, lookahead=3, drafter=HalfRight(known), **OPTIONS).stats
+        assert model.target.cache.bytes_per_slot() > 0
+    assert 0 < stats.accepted < stats.drafted
+    if family == "lfm2":
+        assert max(calls["kept"], calls["taken"]) <= len(PROMPTS)  # in the round behind a prompt, which is no round
+    else:
+        assert len(PROMPTS) < calls["taken"] <= calls["kept"] + len(PROMPTS)
+        assert calls["kept"] <= stats.row_rounds
+    assert set(flags) <= {lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | lib.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE}
+    assert calls["to the host"] < len(PROMPTS)  # where the memory grows, or a row begins as another did
+
+
+@pytest.mark.parametrize("snapshots", [0, 1])
+def test_more_drafts_than_llama_keeps_states_of(
+    snapshots: int, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states before such a pass are kept instead."""
+    monkeypatch.setattr(StateSequences, "snapshots_wanted", snapshots)
+    stock = tiny_state_model("lfm2")
+    with shoal.load(file("lfm2"), file("lfm2", NOISE), max_batch=4) as pair:
+        drafted = pair.generate(PROMPTS, 3, temperature=0, lookahead=3, **OPTIONS)
+        assert pair.target.cache.snapshots == snapshots
+    assert texts(drafted) == [[greedy(stock, prompt, 24)] * 3 for prompt in PROMPTS]
+    assert 0 < drafted.stats.accepted < drafted.stats.drafted
+
+
+def test_a_pass_that_is_taken_back_whole(file: Callable[..., Path]) -> None:
+    """llama.cpp 0.3.36 says that it has removed it, and leaves the states behind it: shoal never asks for that."""
+    target = load_gguf(file("lfm2"), "lfm2").fork()
+    target.memory.reserve(1, 16)
+
+    def fed(*ids: int) -> Any:
+        return target.feed([0], torch.tensor([ids]), [len(ids)])[0, -1]
+
+    fed(1, 2, 3)
+    target.cache.keep(0, 0, range(3))
+    fed(4, 5)
+    with pytest.raises(InternalError, match="no recurrent states of 3 tokens"):
+        target.cache.rollback(0, 3)
+    target.cache.keep(0, 3, range(1))
+    right = target.plain_logits(torch.tensor([[1, 2, 3, 4, 6]]))[0, -1]
+    torch.testing.assert_close(fed(6), right, atol=2e-2, rtol=0)
+    target.cache.keep(0, 4, range(1))
+    fed(7, 8)
+    target.cache.keep(0, 5, range(0))  # as a row does that a fault has ended
+    with pytest.raises(ModelError, match="cannot take a row back to 5 tokens"):
+        fed(9)
+    cache: Any = target.cache
+    assert library().llama_memory_seq_rm(cache.memory, 0, 5, -1)
+    cache.lengths[0] = cache._stored[0] = 5
+    right = target.plain_logits(torch.tensor([[1, 2, 3, 4, 6, 9]]))[0, -1]
+    assert float((fed(9) - right).abs().max()) > 0.5
+
+
+# ── negative controls: what these tests would see ───────────────────────────────────────────────────────────────────
+
+
+def rejected_ones(self: StateSequences, slot: int, length: int) -> Base:
+    """The tokens that were fed last enter the states again, among them rejected drafts."""
+    base = READ_BASE(self, slot, length)
+    return base._replace(fed=base.fed[::-1])
+
+
+def padding(self: StateSequences, slot: int, length: int) -> Base:
+    base = READ_BASE(self, slot, length)
+    return base._replace(fed=[0] * len(base.fed))
+
+
+def of_another_row(self: StateSequences, slot: int, length: int) -> Base:
+    """A row goes on from its neighbour's tokens."""
+    base, other = READ_BASE(self, slot, length), self._bases[(slot + 1) % self.slots]
+    return base if other is None else base._replace(fed=(other.fed + base.fed)[: len(base.fed)])
+
+
+def one_too_many(self: StateSequences, slot: int, length: int) -> Base:
+    """The first token that stays is left out, and one more behind the last enters."""
+    base = READ_BASE(self, slot, length)
+    return base._replace(fed=[*base.fed[1:], 0])
+
+
+def nothing_read(self: StateSequences, slot: int, length: int) -> Base:
+    """States of the whole last pass stay: llama.cpp itself refuses to go on from there."""
+    base = self._bases[slot]
+    assert base is not None
+    return base
+
+
+READ_BASE = StateSequences._read_base
+SABOTAGES = (rejected_ones, padding, of_another_row, one_too_many, nothing_read)
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+@pytest.mark.parametrize("family", ["jamba", "mamba2"])
+def test_a_wrong_state_is_seen(
+    family: str, sabotage: Callable[..., Base], file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = tiny_state_model(family)
+    with shoal.load(file(family), "recycling", max_batch=4) as model:
+        monkeypatch.setattr(StateSequences, "_read_base", sabotage)
+        try:
+            seen = texts(model.generate(PROMPTS, 2, temperature=0, lookahead=3, **OPTIONS))
+        except ModelError:
+            return
+    assert seen != [[greedy(stock, prompt, 24)] * 2 for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("fault", [None, "one draft too many stays", "the neighbour's"])
+def test_snapshots_of_another_token_are_seen(
+    fault: str | None, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LFM2's ways back go through llama.cpp alone: the wrong count, or the wrong row, shows in the ids or is an error."""
+    lib, stock = library(), tiny_state_model("lfm2")
+    real = lib.llama_memory_seq_rm
+
+    def removed(memory: Any, slot: int, length: int, end: int) -> Any:
+        if not length or fault is None:
+            return real(memory, slot, length, end)
+        return real(memory, slot, length + 1, end) if fault.startswith("one") else real(memory, slot ^ 1, length, end)
+
+    with shoal.load(file("lfm2"), "recycling", max_batch=4) as model:
+        monkeypatch.setattr(lib, "llama_memory_seq_rm", removed)
+        try:
+            seen = texts(model.generate(PROMPTS, 2, temperature=0, lookahead=3, **OPTIONS))
+        except ModelError:
+            assert fault is not None
+            return
+    assert (seen != [[greedy(stock, prompt, 24)] * 2 for prompt in PROMPTS]) == (fault is not None)
+
+
+@pytest.mark.parametrize("fault", [None, padding])
+def test_the_law_of_two_tokens(
+    fault: Callable[..., Base] | None, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By enumeration: the second token follows a round that took drafts back, or kept one."""
+    stock, prompt, most = tiny_state_model("jamba"), list(PROMPTS[2]), 3
+    law: dict[tuple[int, ...], float] = {}
+
+    def following(ids: list[int]) -> list[tuple[int, float]]:
+        with torch.inference_mode():
+            best = stock(torch.tensor([ids]), use_cache=False).logits[0, -1].double().topk(most)
+        return list(zip(best.indices.tolist(), (best.values / 2).softmax(-1).tolist(), strict=True))
+
+    for first, p in following(prompt):
+        law |= {(first, second): p * q for second, q in following([*prompt, first])}
+    sampling: dict[str, Any] = {"temperature": 2.0, "top_k": most, "rule": "rejection", "lookahead": 2}
+    with shoal.load(file("jamba"), file("jamba", NOISE / 3), max_batch=16) as pair:
+        if fault is not None:
+            monkeypatch.setattr(StateSequences, "_read_base", fault)
+        result = pair.generate([prompt], 1200, max_new_tokens=2, eos=(), seed=7, **sampling)
+    assert 0 < result.stats.accepted < result.stats.drafted
+    seen = [tuple(sample.token_ids) for sample in result[0].samples]
+    counts = torch.tensor([float(seen.count(text)) for text in law])
+    p = chi_square(counts, torch.tensor(list(law.values()), dtype=torch.float64))
+    assert (p > ALPHA and counts.sum() == len(seen)) == (fault is None)
 
 
 def test_a_failed_pass_leaves_rows_as_they_were(runner: tuple[GgufRunner, Any]) -> None:

@@ -45,7 +45,10 @@ class Sequences(SlotCache):
     Attributes:
         context: llama.cpp's pointer to the memory and the computation over it; None before
             `reserve`.
+        snapshots_wanted: the number of tokens before which llama.cpp is to keep recurrent states.
     """
+
+    snapshots_wanted = 0
 
     def __init__(self, model: GgufModel) -> None:
         super().__init__()
@@ -86,7 +89,7 @@ class Sequences(SlotCache):
         The tokens that slots hold are copied into it.
         """
         self._settle()
-        context = _made(self._model, slots, room)
+        context = _made(self._model, slots, room, self.snapshots_wanted)
         free = weakref.finalize(self, library().llama_free, context)
         kept = [slot for slot in range(min(slots, self.slots)) if self.lengths[slot]]
         try:
@@ -198,8 +201,11 @@ class Sequences(SlotCache):
         self.zero_tail(slot, 0)
 
 
-def _made(model: GgufModel, slots: int, room: int) -> Any:
+def _made(model: GgufModel, slots: int, room: int, snapshots: int) -> Any:
     """Returns a context for `slots` sequences of `room` tokens each.
+
+    Args:
+        snapshots: number of a pass's last tokens before which states are kept, where llama.cpp can.
 
     Raises:
         OutOfMemory: llama.cpp could not make it.
@@ -209,6 +215,7 @@ def _made(model: GgufModel, slots: int, room: int) -> Any:
     params.n_ctx, params.n_batch, params.n_seq_max = slots * room, PASS_TOKENS, slots
     params.n_threads = params.n_threads_batch = torch.get_num_threads()
     params.kv_unified = False
+    params.n_rs_seq = snapshots
     params.swa_full = params.no_perf = True
     context = lib.llama_init_from_model(model.handle, params)
     if not context:

@@ -21,6 +21,7 @@ from shoal.bench.machine import machine
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.runner import Runner
 
+PRETEND = "pretend"
 NO_DEVICE = 3
 """Exit code where there is no such device."""
 
@@ -29,18 +30,27 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     """A parser with the options that all have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--device", default="cuda", help="cpu tries the script itself out; its times say nothing (default: cuda)"
+        "--device", default="cuda", help="cpu and pretend try the script itself out; its times say nothing (default: cuda)"
     )
     parser.add_argument("--results", type=place_of_results, help="directory for a JSON file named by date and device")
     return parser
 
 
 def device_or_exit(name: str) -> torch.device:
-    """Exits with `NO_DEVICE` and a message if it is not there."""
+    """Exits with `NO_DEVICE` and a message if it is not there. "pretend" is the GPU of the tests (pretended.py)."""
+    if name == PRETEND:
+        import pretended
+
+        return pretended.start()
     if name.startswith("cuda") and not torch.cuda.is_available():
         print(f"{sys.argv[0]}: no CUDA device: nothing was measured", file=sys.stderr)
         raise SystemExit(NO_DEVICE)
     return torch.device(name)
+
+
+def dtype_of(name: str) -> str:
+    """The number format of models on a device; torch's code in C++ converts 16 bit where it is, and so not on the pretended one."""
+    return "float32" if name == PRETEND else "auto"
 
 
 def failures_of(models: Sequence[Runner | None]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from common import arguments, deliver, device_or_exit
+from common import PRETEND, arguments, deliver, device_or_exit, dtype_of
 from shoal.bench.evidence import Load, ceilings
 from shoal.bench.measure import in_turns
 from shoal.bench.random_pairs import shaped_pair
@@ -83,10 +83,10 @@ def queued(runner: Runner, starts: Sequence[int], q: int) -> float:
     return begin.elapsed_time(end) / 1000 / QUEUED
 
 
-def kinds(device: torch.device, methods: Sequence[str]) -> Iterator[Kind]:
-    """Every method by the model's modules, and the first by Triton layers."""
+def kinds(kernels: bool, methods: Sequence[str]) -> Iterator[Kind]:
+    """Every method by the model's modules, and, where there are kernels, the first by Triton layers."""
     yield from ((attention, False) for attention in methods)
-    if device.type == "cuda":
+    if kernels:
         yield methods[0], True
 
 
@@ -122,15 +122,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     device = device_or_exit(options.device)
-    target = shaped_pair(options.shape, dtype="auto", device=options.device, max_batch=options.rows).target
+    target = shaped_pair(options.shape, dtype=dtype_of(options.device), device=str(device), max_batch=options.rows).target
     load = Load.of(target)
     assert load is not None
     bandwidth, honest = ceilings(device, target.dtype).bytes, True
-    attention = ["fused", "pad"] if device.type == "cuda" else ["pad", "split"]
+    kernels = device.type == "cuda" and options.device != PRETEND
+    attention = ["fused", "pad"] if kernels else ["pad", "split"]
     for context in options.contexts.split(","):
         name, _, tokens = context.partition("=")
         starts = [int(int(tokens) * (0.5 + 0.5 * b / max(1, options.rows - 1))) for b in range(options.rows)]
-        methods = {kind: prepared(target.hf, *kind, starts, max(NEW_TOKENS) + 1) for kind in kinds(device, attention)}
+        methods = {kind: prepared(target.hf, *kind, starts, max(NEW_TOKENS) + 1) for kind in kinds(kernels, attention)}
         lines = [
             line
             for q in NEW_TOKENS

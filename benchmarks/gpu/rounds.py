@@ -2,7 +2,8 @@
 
 The ways: rounds captured with Triton layers (what a user gets), Triton layers launched one by one, rounds captured with the model's
 modules, and modules launched one by one. Greedy tokens of the ways are compared first: in 16 bit, sums in another order may part
-rows, so the line tells how many tokens are the same before the first difference, and nothing fails for it.
+rows, so the line tells how many tokens are the same before the first difference, and nothing fails for it. The files are written
+after each way: a run that is stopped keeps those that it measured.
 
 The rounds are timed without the profiler first. "host" is the share of that time in which the device had no captured function to
 work on, by its own events: what the host keeps it waiting for. Kernel times, and "idle", the share in which none ran, are the
@@ -23,9 +24,9 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from common import arguments, deliver, device_or_exit, failures_of
+from common import arguments, deliver, device_or_exit, dtype_of, failures_of
 from shoal.api import Shoal
 from shoal.bench.evidence import Load, ceilings
 from shoal.bench.random_pairs import imposing, shaped_pair
@@ -48,6 +49,7 @@ WAYS: dict[str, dict[str, tuple[str | None, bool]]] = {
         "captured modules": ("graphed", False),
         "modules": (None, False),
     },
+    "pretend": {"captured modules": ("graphed", False), "modules": (None, False)},
     "cpu": {"captured modules": ("eager", False), "modules": (None, False)},
 }
 """The executor of captured rounds, and whether Triton layers compute, by the name of the way."""
@@ -84,22 +86,31 @@ def gaps(union: Sequence[Interval]) -> list[tuple[float, str]]:
     return sorted(found, reverse=True)
 
 
-def recorded(events: Any, device: torch.device) -> list[Interval]:
-    """What the profiler saw on the device; on a CPU the operations that call no other."""
-    if device.type == "cuda":
+def traced() -> ProfilerActivity:
+    """What the profiler follows: a GPU, or where there is none the CPU."""
+    return (
+        ProfilerActivity.CUDA
+        if torch.version.cuda and ProfilerActivity.CUDA in supported_activities()
+        else ProfilerActivity.CPU
+    )
+
+
+def recorded(events: Any) -> list[Interval]:
+    """What the profiler saw on the device; without one the operations that call no other."""
+    if traced() is ProfilerActivity.CUDA:
         kept = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     else:
         kept = [event for event in events if not event.cpu_children]
     return [Interval(event.time_range.start, event.time_range.end, event.name) for event in kept]
 
 
-def switch(pair: Shoal) -> Callable[[str], None]:
+def switch(pair: Shoal, ways: dict[str, tuple[str | None, bool]]) -> Callable[[str], None]:
     """A function that lets both models of the pair compute in a way from now on."""
     models = [model for model in (pair.target, pair.draft_model) if model is not None]
     layers = [model.bridge.layers for model in models]
 
     def use(way: str) -> None:
-        executor, wanted = WAYS[pair.target.device.type][way]
+        executor, wanted = ways[way]
         for model, own in zip(models, layers, strict=True):
             model.bridge.layers = own if wanted else None
             model.capture_rounds(executor)
@@ -175,13 +186,12 @@ def measured(
         for _ in range(rounds):
             engine.step()
     each, committed = watch.seconds / rounds, (engine.stats.committed - before) / rounds
-    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity], acc_events=True) as profiler, timed(device):
+    with profile(activities=[traced()], acc_events=True) as profiler, timed(device):
         for _ in range(rounds):
             engine.step()
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
-    intervals = recorded(profiler.events(), device)
+    intervals = recorded(profiler.events())
     union = busy_intervals(intervals)
     busy = sum(one.end - one.start for one in union) / rounds
     span = (union[-1].end - union[0].start) / rounds if union else 0.0
@@ -228,12 +238,14 @@ def main() -> None:
     parser.add_argument("--ways", help="WAY,...: of captured, Triton layers, captured modules, modules (default: all)")
     options = parser.parse_args()
     device = device_or_exit(options.device)
-    pair = shaped_pair(options.shape, dtype="auto", device=options.device, max_batch=options.rows)
+    pair = shaped_pair(options.shape, dtype=dtype_of(options.device), device=str(device), max_batch=options.rows)
     bandwidth, lines, details = ceilings(device, pair.target.dtype).bytes, [], []
     if options.results:
         options.results.mkdir(parents=True, exist_ok=True)
-    use, first = switch(pair), None
-    for way in options.ways.split(",") if options.ways else WAYS[device.type]:
+    ways = WAYS[options.device.partition(":")[0]]
+    title = f"a round of {options.rows} rows, {pair.target.name}, {pair.target.dtype}, acceptance 0.8 imposed"
+    use, first = switch(pair, ways), None
+    for way in options.ways.split(",") if options.ways else ways:
         use(way)
         tokens = greedy(pair, options.rows, options.prompt_tokens)
         first = first or tokens
@@ -244,9 +256,8 @@ def main() -> None:
             line, detail = measured(pair, way, lookahead, options, bandwidth, trace)
             lines.append({**line, "greedy as the first way": agreement(first, tokens)})
             details += detail
-    title = f"a round of {options.rows} rows, {pair.target.name}, {pair.target.dtype}, acceptance 0.8 imposed"
-    deliver("kernels and gaps of these rounds", list(details[0]), details, device, options.results, "kernels")
-    deliver(title, list(lines[0]), lines, device, options.results, "rounds")
+        deliver("kernels and gaps of these rounds", list(details[0]), details, device, options.results, "kernels")
+        deliver(title, list(lines[0]), lines, device, options.results, "rounds")
     raise SystemExit(0 if all(line["failure"] == "-" for line in lines) else 1)
 
 

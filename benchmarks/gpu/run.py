@@ -34,6 +34,9 @@ PYTHON = sys.executable
 TESTS = ("pytest", "hypothesis")
 SECONDS, QUICK_SECONDS = 920.0, 540.0
 """The most for all stages; starting and writing come on top."""
+TRIALS = ("cpu", "pretend")
+"""Devices on which a run says nothing but that its stages run."""
+SHORT = ("--rounds", "2", "--rows", "2", "--prompt-tokens", "9")
 SHOWN = 40
 """Last lines of a stage's output that the run itself shows; the log has all."""
 
@@ -61,10 +64,13 @@ def _bench(batch: int, on: dict[str, str], tokens: int, repeats: int) -> tuple[s
 
 
 def stages(device: str) -> list[Stage]:
-    """What is run, in this order. On a CPU the same with tiny shapes, to try the stages out: their figures say nothing."""
-    gpu = device != "cpu"
-    on = {"device": device, "shape": "7.8b/310m" if gpu else "tiny", "dtype": "bfloat16" if gpu else "float32"}
+    """What is run, in this order. On a CPU, and on the pretended GPU of the tests, the same with tiny shapes, to try the stages
+    out: their figures say nothing. Kernels, and what another command computes, stay on the CPU where the GPU is pretended."""
+    gpu, pretended = device not in TRIALS, device == "pretend"
+    at = "cpu" if pretended else device
+    on = {"device": at, "shape": "7.8b/310m" if gpu else "tiny", "dtype": "bfloat16" if gpu else "float32"}
     variables = {"SHOAL_TEST_DEVICE": device} if gpu else {"TRITON_INTERPRET": "1"}
+    rounds = {"SHOAL_TEST_DEVICE": device} if pretended else variables
     few = () if gpu else ("-k", "poison or refused")
     contexts = ("--contexts", "short=1024,long=4000") if gpu else ("--contexts", "short=24,long=40", "--repeats", "2")
     tokens, repeats = (128, 2) if gpu else (8, 1)
@@ -81,15 +87,15 @@ def stages(device: str) -> list[Stage]:
         Stage(
             "captured", "captured rounds against ordinary passes", 150,
             _pytest(str(ROOT / "tests" / "gpu" / "captured_cases.py"), *(() if gpu else ("-k", "gpt2")), workers="4"),
-            True, True, True, TESTS, variables,
+            True, True, True, TESTS, rounds,
         ),
-        Stage("identity", "greedy tokens of whole runs", 75, _script("identity", device), True, True, True),
+        Stage("identity", "greedy tokens of whole runs", 75 if gpu else 150, _script("identity", device), True, True, True),
         Stage(
-            "rounds", "rounds in four ways under the profiler", 90,
-            _script("rounds", device, "--shape", on["shape"], *(() if gpu else ("--rounds", "2"))), quick=True,
+            "rounds", "rounds in four ways under the profiler", 90 if gpu else 240,
+            _script("rounds", device, "--shape", on["shape"], *(() if gpu else SHORT)), quick=True,
         ),
-        Stage("attention", "attention of one layer at real shapes", 60, _script("attention", device)),
-        Stage("products", "products and small kernels at real shapes", 75, _script("products", device)),
+        Stage("attention", "attention of one layer at real shapes", 60, _script("attention", at)),
+        Stage("products", "products and small kernels at real shapes", 75, _script("products", at)),
         Stage("passes", "passes against the floor", 60, _script("passes", device, "--shape", on["shape"], *contexts)),
         *(
             Stage(f"bench-{batch}", f"speculative against plain decoding, batch {batch}", limit, _bench(batch, on, tokens, repeats))
@@ -164,19 +170,20 @@ def write(outcomes: Sequence[Outcome], machine: dict[str, Any], place: Path) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="correctness, and decoding at 8 rows")
-    parser.add_argument("--device", default="cuda", help="cpu tries the stages out on tiny shapes (default: cuda)")
+    parser.add_argument("--device", default="cuda", help="cpu and pretend try the stages out on tiny shapes (default: cuda)")
     parser.add_argument("--stages", help="NAME,...: only these stages (default: all)")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     missing = require_packages()
     import torch
 
-    if options.device != "cpu" and not torch.cuda.is_available():
+    if options.device not in TRIALS and not torch.cuda.is_available():
         print("benchmarks/gpu/run.sh: torch finds no CUDA device: nothing was measured", file=sys.stderr)
         return 3
     from shoal.bench.machine import machine
 
-    where = {**machine(torch.device(options.device)), "trial": options.device == "cpu"}
+    trial = options.device in TRIALS
+    where = {**machine(torch.device("cpu" if trial else options.device)), "trial": trial}
     place = place_for_results(os.environ.get("RESULTS"))
     print(f"{where['device']}, torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}")
     selected = chosen(stages(options.device), options.stages, options.quick)

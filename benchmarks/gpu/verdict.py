@@ -101,7 +101,11 @@ def markdown(table: Sequence[Verdict], outcomes: Sequence[Outcome], machine: Map
     where = ", ".join(
         f"{key} {machine[key]}" for key in ("date", "device", "torch", "transformers", "commit") if key in machine
     )
-    trial = ["**Tiny shapes on a CPU, to try the stages out: the figures say nothing.**", ""] if machine.get("trial") else []
+    trial = (
+        ["**Tiny shapes on a CPU, or on a GPU that is pretended, to try the stages out: the figures say nothing.**", ""]
+        if machine.get("trial")
+        else []
+    )
     lines = [*trial, f"Measured: {where}", "", "| target | wanted | measured | verdict |", "|---|---|---|---|"]
     lines += [f"| {v.what} | {v.wanted} | {v.measured or '-'} | {v.word} |" for v in table]
     lines += ["", "| stage | result | seconds |", "|---|---|---|"]

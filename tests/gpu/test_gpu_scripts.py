@@ -531,9 +531,9 @@ def test_passes_are_timed_and_written_down(script: Any, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("script", ["passes"], indirect=True)
 def test_every_way_is_measured_on_cuda(script: Any) -> None:
     """The modules against Triton layers; the kernel alone in long contexts."""
-    found = set(script.kinds(torch.device("cuda"), ["fused", "pad", "split"]))
+    found = set(script.kinds(True, ["fused", "pad", "split"]))
     assert found == {("fused", False), ("fused", True), ("pad", False), ("split", False)}
-    assert set(script.kinds(torch.device("cuda"), ["fused"])) == {kind for kind in found if kind[0] == "fused"}
+    assert set(script.kinds(True, ["fused"])) == {kind for kind in found if kind[0] == "fused"}
 
 
 @pytest.mark.parametrize("script", ["passes"], indirect=True)
@@ -593,7 +593,7 @@ def test_the_measurements_fit_a_card(script: Any) -> None:
         """later: methods of attention in the contexts after the first."""
         sizes = [int(one.partition("=")[2]) for one in every["passes"]["--contexts"].split(",")]
         methods = ["fused", "pad"], ["fused", "pad"][:later]
-        kinds = [len(list(passes.kinds(torch.device("cuda"), methods[min(i, 1)]))) for i in range(len(sizes))]
+        kinds = [len(list(passes.kinds(True, methods[min(i, 1)]))) for i in range(len(sizes))]
         return weights + token * sum(n * cache(8, size + 8) for n, size in zip(kinds, sizes, strict=True))
 
     new = 7 * (rounds.WARM_UPS + 2 * 12 + 2)
@@ -633,6 +633,31 @@ def test_rounds_are_profiled(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert {line["kind"] for line in lines_in(tmp_path, "kernels")} == {"kernel", "gap"}
     assert len(list(tmp_path.glob("*-trace.json.gz"))) == 4
     assert script.agreement([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 7, 6]]) == 4 / 6
+
+
+@pytest.mark.slow
+@needs_no_cuda
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("check", []),
+        (
+            "rounds",
+            ["--shape", "tiny", "--rows", "2", "--rounds", "1", "--prompt-tokens", "9", "--ways", "captured modules"],
+        ),
+    ],
+)
+def test_scripts_run_on_the_pretended_device(script: str, options: list[str], tmp_path: Path) -> None:
+    """By the lines that only a GPU takes: a recorded graph is replayed, and rounds are captured, with no failure."""
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--device", "pretend", "--results", str(tmp_path), *options]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = lines_in(tmp_path, script)
+    if script == "check":
+        assert [line["replayed product"] for line in lines] == ["same"]
+    else:
+        assert [(line["lookahead"], line["failure"]) for line in lines] == [("off", "-"), ("fixed:6", "-")]
+        assert all(0 < line["host"] < 1 for line in lines)  # of captured rounds alone
 
 
 @pytest.mark.parametrize("script", ["host"], indirect=True)

@@ -39,7 +39,7 @@ WATCHED: dict[str, tuple[Any, str]] = {
     "acceptance": (acceptance.Rejection, "decide"),
     "log-probabilities": (logprobs, "reported"),
     "commit": (engine, "commit"),
-    "plans": (runner, "Plan"),
+    "plans": (runner.Plan, "__init__"),
     "cache: begin": (slots.SlotCache, "begin"),
     "cache: end": (slots.SlotCache, "end"),
 }

@@ -20,9 +20,9 @@ import torch
 
 from noisy_heads import noisy
 from shoal.config import Limits, Sampling
+from shoal.engine.admission import SlotRows
 from shoal.engine.engine import Engine
 from shoal.engine.memory import grown
-from shoal.engine.scheduler import Scheduler
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.testing import VOCABULARY, tiny_model
@@ -98,14 +98,14 @@ def test_the_drafter_is_right_now_and_then() -> None:
 )
 def test_batched_permuted_and_compacted(max_batch: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and in turns, with rows moving into the holes that others leave."""
-    moves, compact = [], Scheduler._compact
+    moves, compact = [], SlotRows.compact
 
-    def spy(self: Scheduler) -> list[Move]:
+    def spy(self: SlotRows) -> list[Move]:
         made = compact(self)
         moves.extend(made)
         return made
 
-    monkeypatch.setattr(Scheduler, "_compact", spy)
+    monkeypatch.setattr(SlotRows, "compact", spy)
     indices = list(range(len(requests())))
     if order == "reversed":
         indices.reverse()

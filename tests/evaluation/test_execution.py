@@ -218,7 +218,7 @@ def test_an_interpreter_is_taken_when_it_runs_a_program(
         ("return len(bytes(8 * 2**30))", "memory", "MemoryError"),
         ("while True: print('x' * 999)", "output", "ended by: output"),
         ("return 3  # \ud800 \udcff {}", "passed", ""),
-        ("return type('Any', (), {'__eq__': lambda *_: True})()", "failed", "type 'Any' cannot pass"),
+        ("return type('Any', (), {'__eq__': lambda *_: True})()", "failed", "AssertionError"),
     ],
 )
 def test_how_a_program_can_end(box: Sandbox, monkeypatch: pytest.MonkeyPatch, body: str, outcome: str, detail: str) -> None:

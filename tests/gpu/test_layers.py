@@ -197,6 +197,7 @@ def test_a_model_of_ours_on_cuda_gets_them_unless_its_modules_are_asked_for(
     runner, asked = loading.wrap(tiny_model("llama"), "tiny", checked=False), []
     monkeypatch.setattr(runner, "device", torch.device("cuda"))
     monkeypatch.setattr(passes, "executor_for", lambda mode, device: None if mode == "off" else "eager")
+    monkeypatch.setattr(passes, "heads_fit", lambda runner: True)
     monkeypatch.setattr(passes, "use_fused_layers", asked.append)
     passes.choose_passes(runner, mode, owned=owned)
     assert asked == [runner] * used

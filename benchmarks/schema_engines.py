@@ -395,7 +395,13 @@ def main() -> None:
     show(figures)
     if asked.json is not None:
         write_results(
-            asked.json, {"machine": machine(torch.device("cpu")), "asked": settings, "figures": figures, "lines": found}
+            asked.json,
+            {
+                "machine": machine(torch.device("cpu")),
+                "asked": settings | {"model": asked.model and Path(asked.model).name},  # no path of this machine
+                "figures": figures,
+                "lines": found,
+            },
         )
 
 

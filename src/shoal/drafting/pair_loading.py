@@ -129,7 +129,7 @@ class PairOptions:
         quantize: the formats of both, see `shoal.models.quantize.parse`.
         tokenizer: a Transformers tokenizer; None = the one saved with the target.
         guide: the guide, `DRAFT_GUIDES` or `TARGET_GUIDES`; None = there is none.
-        expert: the expert, `DRAFT_GUIDES` or `TARGET_GUIDES`; None = the target, by what it says
+        expert: the expert, `DRAFT_GUIDES` or `TARGET_GUIDES`; None = the target's own logits
             of the prompt.
     """
 

@@ -72,7 +72,7 @@ class Guide:
         self.role = role
 
     def own_prompt(self, sampling: Sampling) -> Sequence[int]:
-        """Returns what this model reads in place of the prompt; empty = the prompt."""
+        """Returns the ids that this model reads in place of the prompt; empty = the prompt."""
         ids: Sequence[int] = getattr(sampling, GUIDES_PROMPTS[self.role])
         return ids
 

@@ -223,8 +223,8 @@ def _integer(value: Any) -> int:
 def _attributes(value: Any, own: str) -> Any:
     """Returns the parts of an object of a program's own class.
 
-    These are the class's name, whether the class compares by worth, what the class adds to the
-    attributes (constants and properties), the object's texts, and names and values of its
+    These are the class's name, whether the class compares by worth, the constants and
+    properties of the class, the object's texts, and names and values of its
     attributes in turns.
     """
     kind: Any = type(value)
@@ -303,7 +303,7 @@ def decode(message: Any, objects: Any = None) -> Any:
 
     Args:
         message: the message.
-        objects: what makes the objects of a program's own classes; None = nothing does.
+        objects: makes the objects of a program's own classes; None = nothing does.
 
     Raises:
         TypeError: there is an object that cannot be made.

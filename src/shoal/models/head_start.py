@@ -10,7 +10,8 @@ The classes of models import the compiler of torch and its tensors that are shar
 SciPy and scikit-learn where they are installed. Decoding uses none of them, and they are a quarter
 of the time to a command's first token. So Transformers is told that they are not there while its
 classes are imported, and a stand-in takes the place of the compiler until something of it is
-needed. Until the first load has ended, the collector of reference cycles runs seldom: imports make
+needed. Transformers finds the names that each of its files exports by the last lines of the file.
+Until the first load has ended, the collector of reference cycles runs seldom: imports make
 objects by the hundred thousand that stay. A library is told nothing: its process belongs to the
 user, who may train in it. A user's
 module may ask for the compiler at any time. It then gets the compiler itself, which learns of the
@@ -47,6 +48,8 @@ OTHERS = ("transformers.masking_utils", "transformers.generation.utils")
 QUESTIONS = ("is_torch_distributed_available", "is_scipy_available", "is_sklearn_available")
 """The functions that Transformers asks whether a package is there."""
 COMPILER = "torch._dynamo"
+TABLES = "transformers.utils.import_utils"
+"""The module that reads the exported names of all files of Transformers' models."""
 PART = f"{COMPILER}._trace_wrapped_higher_order_op"
 """The one module of the compiler that Transformers takes something from; it needs no other."""
 
@@ -158,12 +161,13 @@ class _Finder(MetaPathFinder):
             parent.give_way()
             module = sys.modules.pop(name, None)  # else importlib takes it for one to load again
             return None if module is None else ModuleSpec(name, _Imported(module))
-        if name != CLASSES:
+        if name not in (CLASSES, TABLES):
             return None
         spec = PathFinder.find_spec(name, path)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
-            loader.exec_module = _sparing(loader.exec_module)
+            change = _sparing if name == CLASSES else _skimming
+            loader.exec_module = change(loader.exec_module)
         return spec
 
 
@@ -195,6 +199,26 @@ def _sparing(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], No
                     importlib.import_module(name)
 
     return spare
+
+
+def _skimming(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """Returns a function that executes the module of the tables, and has it read last lines only."""
+
+    def skim(module: ModuleType) -> None:
+        execute(module)
+        with suppress(AttributeError):  # another release
+            vars(module)["fetch__all__"] = from_last_lines(module.fetch__all__)
+
+    return skim
+
+
+def from_last_lines(fetch: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns a function with the same results for texts of thousands of lines.
+
+    Args:
+        fetch: finds the names in the last statement of a text that begins a line with `__all__`.
+    """
+    return lambda text: fetch(text[text.rfind("\n__all__") + 1 :])
 
 
 @contextmanager

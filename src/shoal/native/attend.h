@@ -34,20 +34,23 @@ INLINE void NAME(soften)(const Attention *a, float *scores, int64_t span, int64_
     if (a->words)
         for (int64_t c = 0; c < count; c++)
             if (!(seen.word >> c & 1)) scores[start - origin + c] = -INFINITY;
-    vec most = (vec){} - INFINITY, sum = {};
-    for (int64_t t = 0; t < span; t += LANES) {
-        vec x = load(scores + t);
+    reg most = (reg){} - INFINITY, sums[PARTS] = {};
+    for (int64_t t = 0; t < span; t += WIDTH) {
+        reg x = some_float32(scores + t);
         most = choose(x > most, x, most);
     }
-    float highest = sink;
-    for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    float highest = sink, sum[LANES];
+    for (int i = 0; i < WIDTH; i++) highest = most[i] > highest ? most[i] : highest;
     if (highest == -INFINITY) highest = 0; /* only NaN are left */
     int64_t before = start - origin, whole = a->words ? before / LANES * LANES : span;
     for (int64_t t = 0; t < span; t += LANES) {
-        vec x = exponential(load(scores + t) - highest);
-        if (t < whole) sum += x;
-        store(scores + t, x);
+        UNROLL for (int p = 0; p < PARTS; p++) {
+            reg x = exponential(some_float32(scores + t + p * WIDTH) - highest);
+            if (t < whole) sums[p] += x;
+            put_float32(scores + t + p * WIDTH, x);
+        }
     }
+    memcpy(sum, sums, sizeof sum);
     if (a->words) { /* the path of a tree's node in the lanes of a chain: the sum has the same bits */
         int64_t place = seen.end - origin - __builtin_popcountll(seen.word);
         for (int64_t t = whole; t < before; t++) sum[t % LANES] += scores[t];
@@ -81,13 +84,28 @@ INLINE void NAME(block)(const char *rows[LANES], const NAME(Tokens) *a, int64_t 
     }
 }
 
-/* LANES features of a token from feature d on, of n that are left; rounded ones lack their scale. */
-INLINE vec NAME(features_at)(int rounded, const char *token, int64_t d, int64_t n) {
-    if (!rounded) return NAME(some_lanes)((const T *)token + d, n);
-    if (n >= LANES) return lanes_int8((const int8_t *)token + d);
-    int8_t some[LANES] = {0};
-    memcpy(some, token + d, n);
-    return lanes_int8(some);
+/* The features of a register, of a token from feature d on, of n that are left; rounded ones lack their scale. */
+INLINE reg NAME(features_at)(int rounded, const char *token, int64_t d, int64_t n) {
+    const int64_t size = rounded ? 1 : sizeof(T);
+    T few[WIDTH] = {0};
+    token += d * size;
+    if (n < WIDTH) {
+        if (n > 0) memcpy(few, token, n * size);
+        token = (const char *)few;
+    }
+    return rounded ? some_int8((const int8_t *)token) : NAME(some)((const T *)token);
+}
+
+/* LANES features of a block of tokens from feature d on, of n that are left: [feature, token]. */
+INLINE void NAME(features_of)(int rounded, const char *rows[LANES], int64_t d, int64_t n, reg features[LANES][PARTS]) {
+    for (int p = 0; p < PARTS; p++)
+        for (int q = 0; q < LANES; q += WIDTH) {
+            reg square[WIDTH];
+            UNROLL for (int i = 0; i < WIDTH; i++)
+                square[i] = NAME(features_at)(rounded, rows[p * WIDTH + i], d + q, n - q);
+            transpose(square);
+            UNROLL for (int i = 0; i < WIDTH; i++) features[q + i][p] = square[i];
+        }
 }
 
 /* Multiplies numbers [queries, span] of a block of rounded tokens, of so many features, by the scales of these. */
@@ -102,9 +120,8 @@ INLINE void NAME(score)(int rounded, const char *rows[LANES], int64_t queries, c
                         int64_t width, int64_t span) {
     for (int64_t i = 0; i < queries; i++) store(scores + i * span, (vec){});
     for (int64_t d = 0; d < dim; d += LANES) {
-        vec keys[LANES];
-        for (int i = 0; i < LANES; i++) keys[i] = NAME(features_at)(rounded, rows[i], d, dim - d);
-        transpose(keys);
+        reg keys[LANES][PARTS];
+        NAME(features_of)(rounded, rows, d, dim - d, keys);
         int64_t i = 0;
         for (; i + 4 <= queries; i += 4) add_products(4, query + i * width + d, keys, scores + i * span, width, span);
         for (; i + 2 <= queries; i += 2) add_products(2, query + i * width + d, keys, scores + i * span, width, span);
@@ -113,27 +130,27 @@ INLINE void NAME(score)(int rounded, const char *rows[LANES], int64_t queries, c
     if (rounded) NAME(scale_block)(rows, dim, queries, scores, span);
 }
 
-/* sums [queries, width] += weights [queries, span] of a block times its values; so many vectors of the first n features. */
-INLINE void NAME(add_weighted)(int rounded, int queries, int vectors, const char *rows[LANES], int64_t first, int64_t n,
+/* sums [queries, width] += weights [queries, span] of a block times its values; so many registers of the first n features. */
+INLINE void NAME(add_weighted)(int rounded, int queries, int registers, const char *rows[LANES], int64_t first, int64_t n,
                                const float *weights, float *sums, int64_t width, int64_t span) {
-    vec sum[4][4];
-    for (int i = 0; i < queries; i++)
-        for (int d = 0; d < vectors; d++) sum[i][d] = load(sums + i * width + first + d * LANES);
+    reg sum[4][4];
+    UNROLL for (int i = 0; i < queries; i++)
+        UNROLL for (int d = 0; d < registers; d++) sum[i][d] = some_float32(sums + i * width + first + d * WIDTH);
     for (int t = 0; t < LANES; t++)
-        for (int d = 0; d < vectors; d++) {
-            vec value = NAME(features_at)(rounded, rows[t], first + d * LANES, n - d * LANES);
-            for (int i = 0; i < queries; i++) sum[i][d] += weights[i * span + t] * value;
+        UNROLL for (int d = 0; d < registers; d++) {
+            reg value = NAME(features_at)(rounded, rows[t], first + d * WIDTH, n - d * WIDTH);
+            UNROLL for (int i = 0; i < queries; i++) sum[i][d] += weights[i * span + t] * value;
         }
-    for (int i = 0; i < queries; i++)
-        for (int d = 0; d < vectors; d++) store(sums + i * width + first + d * LANES, sum[i][d]);
+    UNROLL for (int i = 0; i < queries; i++)
+        UNROLL for (int d = 0; d < registers; d++) memcpy(sums + i * width + first + d * WIDTH, &sum[i][d], sizeof(reg));
 }
 
 INLINE void NAME(add_values)(int rounded, int queries, const char *rows[LANES], int64_t dim, const float *weights, float *sums,
                              int64_t width, int64_t span) {
-    int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES)
-        NAME(add_weighted)(rounded, queries, 4, rows, d, 4 * LANES, weights, sums, width, span);
-    for (; d < dim; d += LANES) NAME(add_weighted)(rounded, queries, 1, rows, d, dim - d, weights, sums, width, span);
+    const int registers = 4 * queries <= SUMS ? 4 : 2;
+    int64_t d = 0, step = registers * WIDTH;
+    for (; d + step <= dim; d += step) NAME(add_weighted)(rounded, queries, registers, rows, d, step, weights, sums, width, span);
+    for (; d < dim; d += WIDTH) NAME(add_weighted)(rounded, queries, 1, rows, d, dim - d, weights, sums, width, span);
 }
 
 /* One row of a bundle: its part of the scratch memory, and where its keys and values are. */

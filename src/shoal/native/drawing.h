@@ -28,16 +28,16 @@ static double total_of(const float *weights, int64_t n) {
 
 /* The highest and the lowest finite score. Returns 1 if there is none, or a NaN, or +inf: no distribution. */
 static int bounds_of(Position *at) {
-    vec most = (vec){} - INFINITY, least = (vec){} + INFINITY;
-    ivec strange = {0};
-    for (int64_t i = 0; i < at->room; i += LANES) {
-        vec x = load(at->scores + i), low = choose(x > -INFINITY, x, (vec){} + INFINITY);
+    reg most = (reg){} - INFINITY, least = (reg){} + INFINITY;
+    ireg strange = {0};
+    for (int64_t i = 0; i < at->room; i += WIDTH) {
+        reg x = some_float32(at->scores + i), low = choose(x > -INFINITY, x, (reg){} + INFINITY);
         strange |= x != x;
         most = choose(x > most, x, most);
         least = choose(low < least, low, least);
     }
     at->highest = -INFINITY, at->lowest = INFINITY;
-    for (int i = 0; i < LANES; i++) {
+    for (int i = 0; i < WIDTH; i++) {
         if (strange[i]) return 1;
         at->highest = most[i] > at->highest ? most[i] : at->highest;
         at->lowest = least[i] < at->lowest ? least[i] : at->lowest;
@@ -48,8 +48,8 @@ static int bounds_of(Position *at) {
 /* Divided by the temperature after the highest score is taken away: nothing overflows, whatever the temperature is. */
 static void weigh(Position *at, double temperature) {
     float coldness = (float)(1 / temperature);
-    for (int64_t i = 0; i < at->room; i += LANES)
-        store(at->weights + i, exponential((load(at->scores + i) - at->highest) * coldness));
+    for (int64_t i = 0; i < at->room; i += WIDTH)
+        put_float32(at->weights + i, exponential((some_float32(at->scores + i) - at->highest) * coldness));
     at->total = total_of(at->weights, at->room);
 }
 
@@ -111,13 +111,13 @@ static uint64_t cut_at(Position *at, const float *weights, double needed, float 
 static void keep_until(Position *at, uint64_t item) {
     int32_t id = (int32_t)(item & 0xffffffffu);
     float score = at->scores[id];
-    ivec ids, last = (ivec){} + id;
-    for (int i = 0; i < LANES; i++) ids[i] = i;
-    for (int64_t i = 0; i < at->room; i += LANES, ids += LANES) {
-        vec x = load(at->scores + i);
-        ivec kept = (x > score) | ((x == score) & (ids <= last));
-        store(at->weights + i, choose(kept, load(at->weights + i), (vec){}));
-        store(at->scores + i, choose(kept, x, (vec){} - INFINITY));
+    ireg ids, last = (ireg){} + id;
+    for (int i = 0; i < WIDTH; i++) ids[i] = i;
+    for (int64_t i = 0; i < at->room; i += WIDTH, ids += WIDTH) {
+        reg x = some_float32(at->scores + i);
+        ireg kept = (x > score) | ((x == score) & (ids <= last));
+        put_float32(at->weights + i, choose(kept, some_float32(at->weights + i), (reg){}));
+        put_float32(at->scores + i, choose(kept, x, (reg){} - INFINITY));
     }
     at->total = total_of(at->weights, at->room);
 }
@@ -139,9 +139,9 @@ static void truncate_position(Position *at, const Setting *a) {
         keep_until(at, cut_at(at, at->weights, a->top_p * at->total, lowest > at->lowest ? (float)lowest : at->lowest));
     }
     if (a->min_p > 0) {
-        for (int64_t i = 0; i < at->room; i += LANES) {
-            vec x = load(at->weights + i);
-            store(at->weights + i, choose(x < (float)a->min_p, (vec){}, x));
+        for (int64_t i = 0; i < at->room; i += WIDTH) {
+            reg x = some_float32(at->weights + i);
+            put_float32(at->weights + i, choose(x < (float)a->min_p, (reg){}, x));
         }
         at->total = total_of(at->weights, at->room);
     }

@@ -45,16 +45,38 @@ static inline uint16_t narrow_bfloat16(float x) {
     return (bits & 0x7fffffffu) > 0x7f800000u ? (uint16_t)0x7fc0u : (uint16_t)rounded;
 }
 
-/* Sixteen lanes; the compiler cuts them up for processors with narrower registers. */
+/* Sixteen lanes. The compiler cuts them up for processors with narrower registers, element by element where they are exchanged or
+   there are many of them: where time goes, code is written in registers. */
 #define LANES 16
+#if defined(__AVX512F__)
+#define WIDTH 16 /* floats of a register, */
+#define SUMS 24 /* registers for the sums of a tile, */
+#define TOKENS 8 /* and its most tokens */
+#elif defined(__AVX__)
+#define WIDTH 8
+#define SUMS 12
+#define TOKENS 6
+#elif defined(__aarch64__)
+#define WIDTH 4
+#define SUMS 24
+#define TOKENS 6
+#else
+#define WIDTH 4
+#define SUMS 8
+#define TOKENS 2
+#endif
+#define PARTS (LANES / WIDTH) /* registers of sixteen lanes */
+#define UNROLL _Pragma("GCC unroll 16") /* else arrays of registers lie in memory */
 #define AHEAD 16 /* keys that memory is asked for before they are used */
 #define BUNDLE 8 /* rows that read their shared prompt together, at most, */
 #define QUERIES 64 /* and their queries of one KV head */
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
-typedef int8_t bvec __attribute__((vector_size(LANES)));
+typedef float reg __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t ireg __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t hreg __attribute__((vector_size(2 * WIDTH)));
+typedef int8_t breg __attribute__((vector_size(WIDTH)));
 #ifndef INLINE /* tests compile without, which is faster */
 #define INLINE static inline __attribute__((always_inline))
 #endif
@@ -63,64 +85,76 @@ typedef int8_t bvec __attribute__((vector_size(LANES)));
 INLINE int64_t rounded_up(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 INLINE vec load(const float *from) { vec x; memcpy(&x, from, sizeof x); return x; }
 INLINE void store(float *to, vec x) { memcpy(to, &x, sizeof x); }
-INLINE vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+INLINE reg choose(ireg where, reg a, reg b) { return (reg)((where & (ireg)a) | (~where & (ireg)b)); }
 
-INLINE float sum_of(vec x) {
+INLINE float sum_of(const float x[LANES]) {
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += x[i];
     return sum;
 }
 
 /* e^x for x <= 0 to two units in the last place: Cody and Waite's reduction, a polynomial of degree 6. 0 below -87; NaN of NaN. */
-INLINE vec exponential(vec x) {
-    ivec small = x < -87.0f;
-    vec y = choose(small, (vec){} - 87.0f, x);
-    vec n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to nearest */
-    vec r = y - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+INLINE reg exponential(reg x) {
+    ireg small = x < -87.0f;
+    reg y = choose(small, (reg){} - 87.0f, x);
+    reg n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f; /* rounds to nearest */
+    reg r = y - n * 0.693359375f + n * 2.12194440e-4f;
+    reg p = 1.9875691500e-4f * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    vec scale = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
-    return choose(small, (vec){}, p * scale);
+    reg scale = (reg)((__builtin_convertvector(n, ireg) + 127) << 23);
+    return choose(small, (reg){}, p * scale);
 }
 
 /* x / (1 + e^-x). */
-INLINE vec silu(vec x) {
-    ivec positive = x >= 0.0f;
-    vec e = exponential(choose(positive, -x, x));
+INLINE reg silu(reg x) {
+    ireg positive = x >= 0.0f;
+    reg e = exponential(choose(positive, -x, x));
     return choose(positive, x / (1.0f + e), x * e / (1.0f + e));
 }
 
-#define SWAPPED(s, l) ((l) & (s) ? 16 + ((l) ^ (s)) : (l))
-#define KEPT(s, l) ((l) & (s) ? 16 + (l) : ((l) ^ (s)))
-#define ALL(m, s) m(s, 0), m(s, 1), m(s, 2), m(s, 3), m(s, 4), m(s, 5), m(s, 6), m(s, 7), m(s, 8), m(s, 9), m(s, 10), m(s, 11), \
-                  m(s, 12), m(s, 13), m(s, 14), m(s, 15)
+#define SWAPPED(s, l) ((l) & (s) ? WIDTH + ((l) ^ (s)) : (l))
+#define KEPT(s, l) ((l) & (s) ? WIDTH + (l) : ((l) ^ (s)))
+#define FOUR(m, s, l) m(s, l), m(s, l + 1), m(s, l + 2), m(s, l + 3)
+#if WIDTH == 16
+#define ALL(m, s) FOUR(m, s, 0), FOUR(m, s, 4), FOUR(m, s, 8), FOUR(m, s, 12)
+#elif WIDTH == 8
+#define ALL(m, s) FOUR(m, s, 0), FOUR(m, s, 4)
+#else
+#define ALL(m, s) FOUR(m, s, 0)
+#endif
 #define EXCHANGE(s)                                                                    \
-    for (int i = 0; i < LANES; i++)                                                    \
+    UNROLL for (int i = 0; i < WIDTH; i++)                                             \
         if (!(i & s)) {                                                                \
-            vec a = x[i], b = x[i | s];                                                \
+            reg a = x[i], b = x[i | s];                                                \
             x[i] = __builtin_shufflevector(a, b, ALL(SWAPPED, s));                     \
             x[i | s] = __builtin_shufflevector(a, b, ALL(KEPT, s));                    \
         }
 
-/* A square of lanes: rows become columns. */
-INLINE void transpose(vec x[LANES]) {
+/* A square of registers: rows become columns. */
+INLINE void transpose(reg x[WIDTH]) {
     EXCHANGE(1)
     EXCHANGE(2)
+#if WIDTH >= 8
     EXCHANGE(4)
+#endif
+#if WIDTH == 16
     EXCHANGE(8)
+#endif
 }
 
 /* Adds LANES features of queries times those of a block of keys, by feature. query: [queries, width]; scores: [queries, span]. */
-INLINE void add_products(int queries, const float *query, const vec keys[LANES], float *scores, int64_t width, int64_t span) {
-    vec sum[4];
-    for (int i = 0; i < queries; i++) sum[i] = load(scores + i * span);
+INLINE void add_products(int queries, const float *query, const reg keys[LANES][PARTS], float *scores, int64_t width,
+                         int64_t span) {
+    reg sum[4][PARTS];
+    UNROLL for (int i = 0; i < queries; i++) memcpy(sum[i], scores + i * span, sizeof sum[i]);
     for (int d = 0; d < LANES; d++)
-        for (int i = 0; i < queries; i++) sum[i] += query[i * width + d] * keys[d];
-    for (int i = 0; i < queries; i++) store(scores + i * span, sum[i]);
+        UNROLL for (int i = 0; i < queries; i++)
+            UNROLL for (int p = 0; p < PARTS; p++) sum[i][p] += query[i * width + d] * keys[d][p];
+    UNROLL for (int i = 0; i < queries; i++) memcpy(scores + i * span, sum[i], sizeof sum[i]);
 }
 
 /* A buffer of the calling thread, at least so many floats; kept for its next call. NULL: no memory. */
@@ -135,24 +169,34 @@ static float *scratch(size_t floats) {
     return held;
 }
 
-INLINE vec lanes_float32(const float *x) { return load(x); }
-INLINE vec lanes_bfloat16(const uint16_t *x) {
-    hvec half;
+/* The elements of a register. */
+INLINE reg some_float32(const float *x) {
+    reg some;
+    memcpy(&some, x, sizeof some);
+    return some;
+}
+INLINE reg some_bfloat16(const uint16_t *x) {
+    hreg half;
     memcpy(&half, x, sizeof half);
-    return (vec)(__builtin_convertvector(half, ivec) << 16);
+    return (reg)(__builtin_convertvector(half, ireg) << 16);
 }
-
-INLINE vec lanes_int8(const int8_t *x) {
-    bvec bytes;
+INLINE reg some_int8(const int8_t *x) {
+    breg bytes;
     memcpy(&bytes, x, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, ivec), vec);
+    return __builtin_convertvector(__builtin_convertvector(bytes, ireg), reg);
 }
 
-INLINE void put_float32(float *to, vec x) { store(to, x); }
-INLINE void put_bfloat16(uint16_t *to, vec x) {
-    ivec bits = (ivec)x, rounded = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
-    hvec half = __builtin_convertvector((ivec)choose(x == x, (vec)rounded, (vec)((ivec){} + 0x7fc0)), hvec);
+INLINE void put_float32(float *to, reg x) { memcpy(to, &x, sizeof x); }
+INLINE void put_bfloat16(uint16_t *to, reg x) {
+    ireg bits = (ireg)x, rounded = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
+    ireg made = (ireg)choose(x == x, (reg)rounded, (reg)((ireg){} + 0x7fc0));
+#if WIDTH == 8 && defined(__AVX2__) /* GCC narrows element by element */
+    __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)made, (__m256i)made), 8);
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(both));
+#else
+    hreg half = __builtin_convertvector(made, hreg);
     memcpy(to, &half, sizeof half);
+#endif
 }
 
 #include "team.h"

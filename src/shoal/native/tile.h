@@ -4,31 +4,10 @@
    step, whatever the format of the weights, the width of the registers and the number of tokens: the bits of a token do not depend
    on the tokens beside it. `pairs.h` has the sums of processors that multiply pairs of bfloat16. */
 
-#if defined(__AVX512F__)
-#define WIDTH 16 /* floats of a register, */
-#define SUMS 24 /* registers for the sums of a tile, */
-#define TOKENS 8 /* and its most tokens */
-#elif defined(__AVX__)
-#define WIDTH 8
-#define SUMS 12
-#define TOKENS 6
-#elif defined(__aarch64__)
-#define WIDTH 4
-#define SUMS 24
-#define TOKENS 6
-#else
-#define WIDTH 4
-#define SUMS 8
-#define TOKENS 2
-#endif
 #define PANELS 4 /* most panels of a tile */
-#define PARTS (LANES / WIDTH) /* registers of a panel */
 #define PANELS_OF(m) (SUMS / ((m) * PARTS) < PANELS ? SUMS / ((m) * PARTS) : PANELS)
 #define BLOCK 256 /* tokens whose features stay in the cache while all weights are read */
 #define FETCHED 2048 /* bytes of a panel that memory is asked for before they are used */
-#define UNROLL _Pragma("GCC unroll 16") /* else arrays of registers lie in memory */
-typedef float reg __attribute__((vector_size(4 * WIDTH)));
-typedef int32_t ireg __attribute__((vector_size(4 * WIDTH)));
 
 /* Weights of input k of a step, for the outputs of a register; `w`: the step's weights of these outputs. */
 INLINE reg weights_float32(const char *w, int k) {

@@ -4,19 +4,19 @@
 /* n elements as floats, zeros behind them up to a whole number of lanes. */
 INLINE void NAME(widened)(float *to, const T *from, int64_t n) {
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) store(to + i, NAME(lanes)(from + i));
-    if (i < n) {
-        store(to + i, (vec){});
+    for (; i + WIDTH <= n; i += WIDTH) put_float32(to + i, NAME(some)(from + i));
+    if (n % LANES) {
+        memset(to + i, 0, (rounded_up(n) - i) * sizeof(float));
         for (; i < n; i++) to[i] = NAME(widen)(from[i]);
     }
 }
 
-/* LANES elements, or n and zeros behind them. */
-INLINE vec NAME(some_lanes)(const T *from, int64_t n) {
-    if (n >= LANES) return NAME(lanes)(from);
-    T some[LANES] = {0};
-    memcpy(some, from, n * sizeof(T));
-    return NAME(lanes)(some);
+/* The elements of a register, or n and zeros behind them. */
+INLINE reg NAME(some_or)(const T *from, int64_t n) {
+    if (n >= WIDTH) return NAME(some)(from);
+    T few[WIDTH] = {0};
+    memcpy(few, from, n * sizeof(T));
+    return NAME(some)(few);
 }
 
 /* Asks for bytes that will be read later; the address need not be valid. */
@@ -51,17 +51,17 @@ void NAME(rms_norm)(const void *x, const void *weight, void *out, int64_t tokens
 /* What a product does with its result. */
 enum { NAME(PLAIN), NAME(SILU), NAME(ADD), NAME(MUL) };
 
-/* Finishes the sums of `lanes` outputs of one token, at `place` in y. */
-INLINE void NAME(finish_lanes)(const Product *a, vec sums, int64_t first, int64_t place, int64_t lanes) {
-    T *y = (T *)a->y + place, made[LANES];
-    if (a->scales) sums *= some_lanes_float32(a->scales + first, lanes);
-    if (a->bias) sums += NAME(some_lanes)((const T *)a->bias + first, lanes);
+/* Finishes the sums of a register's outputs of one token, or of the n that are left, at `place` in y. */
+INLINE void NAME(finish_some)(const Product *a, reg sums, int64_t first, int64_t place, int64_t n) {
+    T *y = (T *)a->y + place, made[WIDTH];
+    if (a->scales) sums *= some_or_float32(a->scales + first, n);
+    if (a->bias) sums += NAME(some_or)((const T *)a->bias + first, n);
     if (a->kind == NAME(SILU)) sums = silu(sums);
-    if (a->kind == NAME(ADD)) sums += NAME(some_lanes)((const T *)a->other + place, lanes);
-    if (a->kind == NAME(MUL)) sums *= NAME(some_lanes)((const T *)a->other + place, lanes);
+    if (a->kind == NAME(ADD)) sums += NAME(some_or)((const T *)a->other + place, n);
+    if (a->kind == NAME(MUL)) sums *= NAME(some_or)((const T *)a->other + place, n);
     NAME(put)(made, sums);
-    if (lanes == LANES) memcpy(y, made, sizeof made);
-    else memcpy(y, made, lanes * sizeof(T));
+    if (n >= WIDTH) memcpy(y, made, sizeof made);
+    else memcpy(y, made, n * sizeof(T));
 }
 
 /* The same with the sums [m, n * 16] of m tokens by n panels from output `first` on. */
@@ -70,8 +70,8 @@ static NOINLINE void NAME(finish)(const Product *a, int64_t token, int64_t m, in
     for (int64_t i = 0; i < m; i++) {
         int64_t row = (a->y_rows ? a->y_rows[token + i] : token + i) * a->outputs;
         const float *from = sums + i * n * LANES;
-        for (int64_t out = first; out < last; out += LANES, from += LANES)
-            NAME(finish_lanes)(a, load(from), out, row + out, last - out < LANES ? last - out : LANES);
+        for (int64_t out = first; out < last; out += WIDTH, from += WIDTH)
+            NAME(finish_some)(a, some_float32(from), out, row + out, last - out);
     }
 }
 

@@ -83,6 +83,8 @@ seen.append(gc.get_threshold()[0])
 
 
 CLEAN = f"seen = [[name for name in {HEAVY} if name in sys.modules], isinstance(sys.modules['torch._dynamo'], StandIn)]"
+
+
 def test_exported_names_are_found_by_the_last_lines() -> None:
     fetch = import_utils.fetch__all__
     assert fetch.__name__ == "fetch__all__"  # of a process that is told nothing
@@ -94,7 +96,14 @@ def test_exported_names_are_found_by_the_last_lines() -> None:
 
     files = sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
     texts = [file.read_text(encoding="utf-8") for file in files]
-    texts += ["", "x = 1", '__all__ = ["a"]', '__all__ = ["a"]\nx\n__all__ = [\n    "b",\n]\n', 'x\x0c__all__ = ["a"]\n', "# __all__"]
+    texts += [
+        "",
+        "x = 1",
+        '__all__ = ["a"]',
+        '__all__ = ["a"]\nx\n__all__ = [\n    "b",\n]\n',
+        'x\x0c__all__ = ["a"]\n',
+        "# __all__",
+    ]
     assert len(texts) > 300
     found = head_start.from_last_lines(counted)
     assert [found(text) for text in texts] == [fetch(text) for text in texts]

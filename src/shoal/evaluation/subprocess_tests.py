@@ -203,7 +203,7 @@ class Objects:
 
         Args:
             made: the object.
-            more: names and values of the members that its class adds; a class of the prompt adds them.
+            more: names and values that its class adds; a class of the prompt adds its own.
             texts: `str` and `repr` of the object, or None.
             attributes: names and values.
 

@@ -202,7 +202,7 @@ def _sparing(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], No
 
 
 def _skimming(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """Returns a function that executes the module of the tables, and has it read last lines only."""
+    """Returns a function that executes the module of the tables, which then reads last lines."""
 
     def skim(module: ModuleType) -> None:
         execute(module)

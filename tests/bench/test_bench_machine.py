@@ -179,3 +179,15 @@ def test_openvino_is_a_baseline_beside_the_others(
     assert str(tmp_path) not in json.dumps(report.to_dict())  # results name no place
     run = decoding_methods.baseline_method(pair, "openvino").run(Work(((5, 6),), 2, 0.8, 6, seed=0, eos=(4,)))
     assert run.ids == ((1, 2, 3, 4),) * 2
+
+
+def test_the_processor_is_named_by_maker_family_and_instructions(tmp_path: Path) -> None:
+    listed = tmp_path / "cpuinfo"
+    first = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel\t\t: 2\n"
+    first += "model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n"
+    listed.write_text(f"{first}\n{first.replace('26', '25')}", encoding="utf-8")
+    assert machine.processor_model(listed) == "AuthenticAMD, AMD EPYC, cpu family 26, model 2, avx2, avx512f"
+    listed.write_text("processor\t: 0\nFeatures\t: fp asimd\nCPU part\t: 0xd0c\n", encoding="utf-8")
+    assert machine.processor_model(listed) == "asimd"
+    assert machine.processor_model(tmp_path / "none") == ""
+    assert machine.machine(torch.device("cpu"))["model"] == machine.processor_model()

@@ -97,6 +97,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
         "processor": processor,
+        "model": processor_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -105,6 +106,27 @@ def machine(device: torch.device) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "commit": commit(),
     }
+
+
+WIDE = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd")
+"""The instruction sets that decide how fast products are."""
+
+
+def processor_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the maker, family and model of the first processor, and its wide instruction sets.
+
+    Makers call processors of several generations by one name: the family tells them apart. Empty
+    where the system has no such file.
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = (told.get("flags") or told.get("Features") or "").split()
+    parts = [told.get("vendor_id"), told.get("model name")]
+    parts += [f"{key} {told[key]}" for key in ("cpu family", "model") if key in told]
+    return ", ".join([*filter(None, parts), *(flag for flag in WIDE if flag in flags)])
 
 
 LIMIT = 0.2  # cores; a process that uses more disturbs a measurement

@@ -134,7 +134,7 @@ class Engine:
         self.drafted = setup.drafted
         draft = str(_export(setup, setup.draft)) if setup.draft is not None and setup.drafted else None
         dtype = setup.dtype if setup.dtype in PRECISIONS else "int8"
-        if setup.isa and dtype == "bfloat16":  # which AVX2 has no products of
+        if setup.isa:  # AVX2 has no products of bfloat16
             dtype = "float32"
         self.engine = OpenVinoEngine(str(_export(setup, setup.target)), dtype, setup.threads, draft)
         self.version = self.engine.version

@@ -161,8 +161,8 @@ def sums_are_wrong(made: ctypes.CDLL) -> bool:
     ("sums_of(m, n, w, panel, x,", "sums_of(1, n, w, panel, x,"),
     ("panel < end; panel += n)", "panel + n <= end; panel += n)"),
     ("? first + n * LANES : a->outputs;", "? first + n * LANES : a->outputs / LANES * LANES;"),
-    ("if (a->kind == NAME(ADD)) sums += NAME(some_or)((const T *)a->other + place, n);", ""),
-    ("if (a->bias) sums += NAME(some_or)((const T *)a->bias + first, n);", ""),
+    ("if (a->kind == NAME(ADD)) sums += NAME(some_left)((const T *)a->other + place, n);", ""),
+    ("if (a->bias) sums += NAME(some_left)((const T *)a->bias + first, n);", ""),
     ("x + from * by.row", "x"),
     ("a->y_rows[token + i] : token + i)", "a->y_rows[token + i] : token)"),
 ])  # fmt: skip

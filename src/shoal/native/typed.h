@@ -11,8 +11,8 @@ INLINE void NAME(widened)(float *to, const T *from, int64_t n) {
     }
 }
 
-/* The elements of a register, or n and zeros behind them. */
-INLINE reg NAME(some_or)(const T *from, int64_t n) {
+/* The elements of a register, or the n that are left and zeros behind them. */
+INLINE reg NAME(some_left)(const T *from, int64_t n) {
     if (n >= WIDTH) return NAME(some)(from);
     T few[WIDTH] = {0};
     memcpy(few, from, n * sizeof(T));
@@ -54,11 +54,11 @@ enum { NAME(PLAIN), NAME(SILU), NAME(ADD), NAME(MUL) };
 /* Finishes the sums of a register's outputs of one token, or of the n that are left, at `place` in y. */
 INLINE void NAME(finish_some)(const Product *a, reg sums, int64_t first, int64_t place, int64_t n) {
     T *y = (T *)a->y + place, made[WIDTH];
-    if (a->scales) sums *= some_or_float32(a->scales + first, n);
-    if (a->bias) sums += NAME(some_or)((const T *)a->bias + first, n);
+    if (a->scales) sums *= some_left_float32(a->scales + first, n);
+    if (a->bias) sums += NAME(some_left)((const T *)a->bias + first, n);
     if (a->kind == NAME(SILU)) sums = silu(sums);
-    if (a->kind == NAME(ADD)) sums += NAME(some_or)((const T *)a->other + place, n);
-    if (a->kind == NAME(MUL)) sums *= NAME(some_or)((const T *)a->other + place, n);
+    if (a->kind == NAME(ADD)) sums += NAME(some_left)((const T *)a->other + place, n);
+    if (a->kind == NAME(MUL)) sums *= NAME(some_left)((const T *)a->other + place, n);
     NAME(put)(made, sums);
     if (n >= WIDTH) memcpy(y, made, sizeof made);
     else memcpy(y, made, n * sizeof(T));

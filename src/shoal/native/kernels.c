@@ -65,6 +65,15 @@ static inline uint16_t narrow_bfloat16(float x) {
 #define SUMS 8
 #define TOKENS 2
 #endif
+#if WIDTH == 8 /* weights of bfloat16 are unpacked in registers, which sums cannot have as well */
+#define TILE_SUMS_bfloat16 10
+#define TILE_TOKENS_bfloat16 5
+#else
+#define TILE_SUMS_bfloat16 SUMS
+#define TILE_TOKENS_bfloat16 TOKENS
+#endif
+#define TILE_SUMS_float32 SUMS
+#define TILE_TOKENS_float32 TOKENS
 #define PARTS (LANES / WIDTH) /* registers of sixteen lanes */
 #define UNROLL _Pragma("GCC unroll 16") /* else arrays of registers lie in memory */
 #define AHEAD 16 /* keys that memory is asked for before they are used */

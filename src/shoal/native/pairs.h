@@ -4,7 +4,7 @@
 /* The matrix unit of x86 multiplies 16 tokens by a panel in the time of one: 32 inputs at a time, of which those of even and those
    of odd places are summed apart, then added. It computes each row of a tile by itself. */
 #define PAIR_TOKENS 16
-#define PAIR_PANELS PANELS
+#define PAIR_SUMS 0
 #define UNIT_INPUTS 32
 
 /* GCC 12 does not know that these instructions read memory. */
@@ -53,7 +53,8 @@ INLINE void unit_tile(int64_t m, int n, const char *w, int64_t panel, const uint
     _tile_stored(0, sums, all * 64);
     if (n > 1) { _tile_stored(1, sums + 16, all * 64); _tile_stored(2, sums + 32, all * 64); _tile_stored(3, sums + 48, all * 64); }
 }
-static void tile_of_pairs(int64_t m, int64_t n, const char *w, int64_t panel, const char *x, int64_t width, float *sums) {
+static void tile_of_pairs(int64_t m, int64_t n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,
+                          const char *next, int64_t share) {
     const uint16_t *tokens = (const uint16_t *)x;
     WRITTEN(x);
     shape_tiles(m);
@@ -64,18 +65,18 @@ static void tile_of_pairs(int64_t m, int64_t n, const char *w, int64_t panel, co
 #elif defined(__AVX512BF16__)
 /* Processors without a matrix unit for them: AMD's from Zen 4 on, and Cooper Lake, where nobody has measured. */
 #define PAIR_TOKENS TOKENS
-#define PAIR_PANELS 0
+#define PAIR_SUMS SUMS
 static int multiplies_pairs(void) { return 1; }
-INLINE void pair_tile(int m, int n, const char *w, int64_t panel, const char *x, int64_t width, float *sums) {
+INLINE void pair_tile(int m, int n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,
+                      const char *next, int64_t share) {
+    Asked asked = lines_asked(w, panel, 4 * LANES, width / 2, next, share);
     __m512 sum[TOKENS][PANELS];
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < n; p++) sum[i][p] = _mm512_setzero_ps();
     for (int64_t k = 0; k < width; k += 2, w += 4 * LANES) {
         __m512i weights[PANELS];
-        UNROLL for (int p = 0; p < n; p++) {
-            weights[p] = _mm512_loadu_si512(w + p * panel);
-            __builtin_prefetch(w + p * panel + FETCHED);
-        }
+        UNROLL for (int p = 0; p < n; p++) weights[p] = _mm512_loadu_si512(w + p * panel);
+        ask(&asked, n);
         UNROLL for (int i = 0; i < m; i++) {
             int32_t pair;
             memcpy(&pair, x + (i * width + k) * 2, sizeof pair);

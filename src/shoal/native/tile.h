@@ -5,7 +5,8 @@
    on the tokens beside it. `pairs.h` has the sums of processors that multiply pairs of bfloat16. */
 
 #define PANELS 4 /* most panels of a tile */
-#define PANELS_OF(m) (SUMS / ((m) * PARTS) < PANELS ? SUMS / ((m) * PARTS) : PANELS)
+/* Panels of a tile of m tokens with so many registers for sums. */
+#define PANELS_OF(sums, m) ((sums) / ((m) * PARTS) < 1 ? 1 : (sums) / ((m) * PARTS) < PANELS ? (sums) / ((m) * PARTS) : PANELS)
 #define BLOCK 256 /* tokens whose features stay in the cache while all weights are read */
 #define FETCHED 2048 /* bytes of a panel that memory is asked for before they are used */
 
@@ -44,15 +45,30 @@ INLINE reg weights_of(int format, const char *w, int k) {
     return format == FLOAT32 ? weights_float32(w, k) : format == BFLOAT16 ? weights_bfloat16(w, k) : weights_bytes(w, k);
 }
 
+/* Lines of weights that memory is asked for while a tile is computed, one a panel and step. */
+typedef struct { const char *at; int64_t stride, pace; } Asked;
+
+/* Those of `share` bytes from `next` on, or without any the lines FETCHED bytes behind those that are used. `bytes`: of a panel's
+   step; `steps`: of a panel. */
+INLINE Asked lines_asked(const char *w, int64_t panel, int64_t bytes, int64_t steps, const char *next, int64_t share) {
+    return share ? (Asked){next, 64, (share + steps - 1) / steps} : (Asked){w + FETCHED, panel, bytes};
+}
+INLINE void ask(Asked *asked, int n) {
+    UNROLL for (int p = 0; p < n; p++) __builtin_prefetch(asked->at + p * asked->stride);
+    asked->at += asked->pace;
+}
+
 /* sums [m, n * 16] of tokens x [m, width] by n panels of so many bytes. */
-INLINE void tile(int format, int m, int n, const char *w, int64_t panel, const char *tokens, int64_t width, float *sums) {
+INLINE void tile(int format, int m, int n, const char *w, int64_t panel, const char *tokens, int64_t width, float *sums,
+                 const char *next, int64_t share) {
     const int registers = n * PARTS, step = STEP_OF(format);
     const float *x = (const float *)tokens;
+    Asked asked = lines_asked(w, panel, STEP_BYTES(format), width / step, next, share);
     reg sum[TOKENS][PANELS * PARTS];
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < registers; p++) sum[i][p] = (reg){};
     for (int64_t at = 0; at < width; at += step, w += STEP_BYTES(format)) {
-        UNROLL for (int p = 0; p < n; p++) __builtin_prefetch(w + p * panel + FETCHED);
+        ask(&asked, n);
         UNROLL for (int k = 0; k < step; k++) {
             reg weights[PANELS * PARTS];
             UNROLL for (int p = 0; p < registers; p++)
@@ -169,7 +185,6 @@ INLINE reg weights_in_group(int form, const char *factors, const char *w, int k)
 #define GROUP_TOKENS 4
 #define GROUP_SUMS 8
 #endif
-#define GROUP_PANELS_OF(m) (GROUP_SUMS / ((m) * PARTS) < 1 ? 1 : GROUP_SUMS / ((m) * PARTS) < PANELS ? GROUP_SUMS / ((m) * PARTS) : PANELS)
 
 /* Features of a token by groups of inputs: whole numbers of 16 bits times a scale. */
 typedef struct {
@@ -203,9 +218,11 @@ static NOINLINE void round_features(char *to, const float *x, int64_t n, int64_t
 }
 
 /* sums [m, n * 16] of rounded tokens by n panels of so many bytes: whole numbers within a group, and float32 from group to group. */
-INLINE void tile_in_groups(int form, int m, int n, const char *w, int64_t panel, const char *x, int64_t width, float *sums) {
+INLINE void tile_in_groups(int form, int m, int n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,
+                           const char *next, int64_t share) {
     const int registers = n * PARTS, group = GROUP_OF(form), steps = group / INPUTS_OF_STEP(form);
-    const int64_t row = width / group * ROUNDED_BYTES(group);
+    const int64_t row = width / group * ROUNDED_BYTES(group), lines = (FACTOR_BYTES(form) + 63) / 64 + (steps + 1) / 2;
+    Asked asked = lines_asked(w, panel, GROUP_BYTES(form) / lines, width / group * lines, next, share);
     reg sum[GROUP_TOKENS][PANELS * PARTS];
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < registers; p++) sum[i][p] = (reg){};
@@ -217,11 +234,9 @@ INLINE void tile_in_groups(int form, int m, int n, const char *w, int64_t panel,
             memcpy(&heads[i], x + i * row, sizeof heads[i]);
             UNROLL for (int p = 0; p < registers; p++) whole[i][p] = (ireg){} - CENTRE(form) * heads[i].total;
         }
-        for (int line = 0; line < FACTOR_BYTES(form); line += 64)
-            UNROLL for (int p = 0; p < n; p++) __builtin_prefetch(w + p * panel + FETCHED + line);
+        for (int line = 0; line < FACTOR_BYTES(form); line += 64) ask(&asked, n);
         for (int step = 0; step < steps; step++, numbers += STEP) {
-            if (step % 2 == 0)
-                UNROLL for (int p = 0; p < n; p++) __builtin_prefetch(numbers + p * panel + FETCHED);
+            if (step % 2 == 0) ask(&asked, n);
             UNROLL for (int half = 0; half < INPUTS_OF_STEP(form) / 2; half++, features += 4) {
                 ireg pairs[PANELS * PARTS];
                 UNROLL for (int p = 0; p < registers; p++)
@@ -246,25 +261,28 @@ INLINE void tile_in_groups(int form, int m, int n, const char *w, int64_t panel,
         UNROLL for (int p = 0; p < registers; p++) memcpy(sums + (i * registers + p) * WIDTH, &sum[i][p], sizeof(reg));
 }
 
-/* A function that makes the sums [m, n * 16] of tokens x [m, width] by n panels of so many bytes each. */
-typedef void Tile(int64_t m, int64_t n, const char *w, int64_t panel, const char *x, int64_t width, float *sums);
+/* A function that makes the sums [m, n * 16] of tokens x [m, width] by n panels of so many bytes each. The weights of the next panels
+   come to the cache meanwhile, a share of them with each tile, so that memory is never at rest while there are products to make. */
+typedef void Tile(int64_t m, int64_t n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,
+                  const char *next, int64_t share);
 
 /* A function that unpacks so many weights of bytes. */
 typedef void Unpack(void *to, const int8_t *w, int64_t count);
 
-/* The tiles of a product: the most tokens and panels (0: as many as registers hold), the bytes of a token's features, and of a weight
-   that is unpacked. */
+/* The tiles of a product: the most tokens, the registers for sums (0: a tile has PANELS panels), the bytes of a token's features, and
+   of a weight that is unpacked. */
 typedef struct {
     Tile *tile;
-    int64_t tokens, panels, row, size;
+    int64_t tokens, sums, row, size;
     Unpack *unpack; /* or NULL: the tile reads the weights where they are */
 } Tiling;
 
 /* A Tile of a macro or function that the compiler must tell the numbers of tokens and panels. */
-#define CASE(sums_of, m, n) case 8 * m + n: if (m * n * PARTS <= SUMS) sums_of(m, n, w, panel, x, width, sums); break;
+#define CASE(sums_of, m, n) case 8 * m + n: if (m * n * PARTS <= SUMS) sums_of(m, n, w, panel, x, width, sums, next, share); break;
 #define CASES(sums_of, m) CASE(sums_of, m, 1) CASE(sums_of, m, 2) CASE(sums_of, m, 3) CASE(sums_of, m, 4)
 #define TILE(name, sums_of)                                                                                           \
-    static void name(int64_t m, int64_t n, const char *w, int64_t panel, const char *x, int64_t width, float *sums) { \
+    static void name(int64_t m, int64_t n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,   \
+                     const char *next, int64_t share) {                                                               \
         switch (8 * m + n) {                                                                                          \
             CASES(sums_of, 1) CASES(sums_of, 2) CASES(sums_of, 3) CASES(sums_of, 4)                                   \
             CASES(sums_of, 5) CASES(sums_of, 6) CASES(sums_of, 7) CASES(sums_of, 8)                                   \
@@ -275,10 +293,14 @@ TILE(tile_bfloat16, BFLOAT16_TILE)
 TILE(tile_bytes, BYTES_TILE)
 
 #define GROUP_CASE(m, n, form) \
-    case 8 * m + n: if (m <= GROUP_TOKENS && n <= GROUP_PANELS_OF(m)) tile_in_groups(form, m, n, w, panel, x, width, sums); break;
+    case 8 * m + n:                                                                               \
+        if (m <= GROUP_TOKENS && n <= PANELS_OF(GROUP_SUMS, m))                                   \
+            tile_in_groups(form, m, n, w, panel, x, width, sums, next, share);                    \
+        break;
 #define GROUP_CASES(m, form) GROUP_CASE(m, 1, form) GROUP_CASE(m, 2, form) GROUP_CASE(m, 3, form) GROUP_CASE(m, 4, form)
 #define GROUP_TILE(name, form)                                                                                        \
-    static void name(int64_t m, int64_t n, const char *w, int64_t panel, const char *x, int64_t width, float *sums) { \
+    static void name(int64_t m, int64_t n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,   \
+                     const char *next, int64_t share) {                                                               \
         switch (8 * m + n) {                                                                                          \
             GROUP_CASES(1, form) GROUP_CASES(2, form) GROUP_CASES(3, form) GROUP_CASES(4, form)                       \
             GROUP_CASE(5, 1, form) GROUP_CASE(6, 1, form) GROUP_CASE(7, 1, form) GROUP_CASE(8, 1, form)               \

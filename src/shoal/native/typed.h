@@ -80,19 +80,19 @@ static Tiling NAME(tiling)(const Product *a, int64_t count) {
     int64_t floats = 4 * a->width, group = GROUP_OF(a->form);
 #ifdef PAIR_TOKENS
     if (sizeof(T) == 2 && a->form == WHOLE && multiplies_pairs())
-        return (Tiling){tile_of_pairs, PAIR_TOKENS, PAIR_PANELS, 2 * a->width, 2, a->scales ? pairs_of_bytes : NULL};
+        return (Tiling){tile_of_pairs, PAIR_TOKENS, PAIR_SUMS, 2 * a->width, 2, a->scales ? pairs_of_bytes : NULL};
 #endif
-    if (a->form == WHOLE && !a->scales) return (Tiling){NAME(tile), TOKENS, 0, floats, sizeof(T), NULL};
-    if (a->form == WHOLE && count <= TOKENS) return (Tiling){tile_bytes, TOKENS, 0, floats, 0, NULL};
-    if (a->form == WHOLE || a->exact) return (Tiling){tile_float32, TOKENS, 0, floats, 4, floats_of[a->form]};
-    return (Tiling){tiles_in_groups[a->form], GROUP_TOKENS, -1, a->width / group * ROUNDED_BYTES(group), 0, NULL};
+    if (a->form == WHOLE && !a->scales) return (Tiling){NAME(tile), NAME(TILE_TOKENS), NAME(TILE_SUMS), floats, sizeof(T), NULL};
+    if (a->form == WHOLE && count <= TOKENS) return (Tiling){tile_bytes, TOKENS, SUMS, floats, 0, NULL};
+    if (a->form == WHOLE || a->exact) return (Tiling){tile_float32, TOKENS, SUMS, floats, 4, floats_of[a->form]};
+    return (Tiling){tiles_in_groups[a->form], GROUP_TOKENS, GROUP_SUMS, a->width / group * ROUNDED_BYTES(group), 0, NULL};
 }
 
 /* Features of `count` tokens as the tiles take them: where they are, or in the room. */
 static const char *NAME(features)(const Product *a, int64_t token, int64_t count, const Tiling *by, float *room) {
     const T *x = (const T *)a->x + token * a->width;
     if (by->row == a->width * (int64_t)sizeof(T)) return (const char *)x;
-    if (by->panels >= 0) {
+    if (a->form == WHOLE || by->unpack) {
         NAME(widened)(room, x, count * a->width);
         return (const char *)room;
     }
@@ -108,7 +108,7 @@ static const char *NAME(features)(const Product *a, int64_t token, int64_t count
 static void NAME(multiply_block)(const Product *a, int64_t token, int64_t count, int64_t panel, int64_t end, int *failed) {
     const Tiling by = NAME(tiling)(a, count);
     int64_t tiles = (count + by.tokens - 1) / by.tokens, m = (count + tiles - 1) / tiles;
-    int64_t panels = by.panels > 0 ? by.panels : by.panels ? GROUP_PANELS_OF(m) : PANELS_OF(m);
+    int64_t panels = by.sums ? PANELS_OF(by.sums, m) : PANELS;
     int64_t width = a->width, weights = width * LANES, wide = count * by.row / 4 + width + LANES;
     int64_t stored = a->form ? bytes_of_groups(a->form, width) : weights * (a->scales ? 1 : (int64_t)sizeof(T));
     float *room = scratch(wide + (by.unpack ? panels * weights : 0) + LANES), sums[16 * PANELS * LANES] __attribute__((aligned(64)));
@@ -120,11 +120,13 @@ static void NAME(multiply_block)(const Product *a, int64_t token, int64_t count,
     for (int64_t n = panels; panel < end; panel += n) {
         if (n > end - panel) n = end - panel;
         const char *w = (const char *)a->weight + panel * stored;
+        const char *next = w + n * stored;
+        int64_t share = tiles > 1 && panel + n < end ? n * stored / tiles : 0;
         int64_t stride = by.unpack ? weights * by.size : stored;
         if (by.unpack) by.unpack(room + wide, (const int8_t *)w, n * weights), w = (const char *)(room + wide);
         for (int64_t i = 0; i < tiles; i++) {
             int64_t from = count * i / tiles, m = count * (i + 1) / tiles - from;
-            by.tile(m, n, w, stride, x + from * by.row, width, sums);
+            by.tile(m, n, w, stride, x + from * by.row, width, sums, next + share * i, share);
             NAME(finish)(a, token + from, m, panel * LANES, n, sums);
         }
     }

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from exits import run
 from laws import ALPHA
 from proposals import Proposal, largest_difference, p_of_two_tokens, recorded
 from shoal.config import Limits, Sampling
-from shoal.drafting.dflash import BlockDrafter
+from shoal.drafting.dflash import BlockDrafter, load_block
 from shoal.drafting.draft import read_draft
 from shoal.drafting.eagle3 import Eagle3Drafter
 from shoal.drafting.protocol import DraftInputs
@@ -190,6 +191,22 @@ def test_published_layers_are_read(publisher: str, tmp_path: Path) -> None:
     assert difference(target, proposals, tensors, **meaning) < 1e-6
     assert stats.committed == stats.row_rounds + stats.accepted
     assert run(target, made, Coupled(), 2.0, 4)[1] == run(target, None, Coupled(), 2.0, 4)[1]
+
+
+@torch.inference_mode()
+def test_factors_and_the_cap_of_a_config(tmp_path: Path, target: Runner) -> None:
+    entries = {"input_embedding_scale": 2.0, "output_multiplier": 3.0, "final_logit_softcapping": 5.0}
+    plain, scaled = (load_block(save_dflash(tmp_path / str(len(own)), **own), target)[0] for own in ({}, entries))
+    states = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(target.dtype)
+    torch.testing.assert_close(scaled.said(states), 5 * torch.tanh(3 * plain.said(states) / 5))
+    table, head = plain._of_target
+    plain._of_target = SimpleNamespace(weight=2 * table.weight), head  # type: ignore[assignment]
+    ids = torch.tensor([[1, MASK, MASK]])
+
+    def nothing(_: int, query: Tensor, *__: Tensor) -> Tensor:
+        return torch.zeros_like(query.transpose(1, 2))
+
+    torch.testing.assert_close(*(one(ids, torch.arange(3)[None], nothing) for one in (scaled, plain)))
 
 
 @torch.inference_mode()

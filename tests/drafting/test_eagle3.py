@@ -120,6 +120,17 @@ def test_a_round_reads_the_last_states_of_a_long_text(place: Path, target: Runne
     drafter._own.clear()
 
 
+def test_a_copy_has_states_of_its_own(place: Path, target: Runner) -> None:
+    drafter = Eagle3Drafter.for_target(target, directory=str(place))
+    engine = Engine(target, None, Fixed(0), max_batch=2, rule=Rejection())
+    one, other = engine.submit(Request((1, 2, 3), 2, Sampling(), Limits()))
+    drafter._own = {one: (4, [torch.zeros(1, 6)]), other: (9, [torch.ones(6, 6)])}
+    drafter.replace([(other, one)])
+    drafter._own[one][1].append(torch.zeros(2, 6))
+    assert [len(torch.cat(pieces)) for _, pieces in map(drafter._own.get, (one, other))] == [3, 1]  # type: ignore[misc]
+    drafter._own.clear()
+
+
 class TreeRecorder(Eagle3TreeDrafter):
     """Keeps the q of every node that it asked the heads about."""
 

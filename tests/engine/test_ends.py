@@ -146,6 +146,11 @@ def test_a_stop_string_in_the_prompt_or_across_its_end_does_not_count() -> None:
         text.push(token)
     assert (text.stopped, text.text) == (True, "abc")
     assert [text.piece(index) for index in range(5)] == ["", "b", "c", "", ""]
+    text, shown = Detokenizer(TOKENIZER, (), Stops(["abc"]), visible_from=2), []
+    for token in encode("abx"):
+        text.push(token)
+        shown.append(text.take(final=False))
+    assert shown == ["", "", "x"]  # what the user has is held back, and not shown again
     text, stopped = Detokenizer(TOKENIZER, (), Stops(["c"], least=3)), []
     for token in encode("abcdc"):
         text.push(token)

@@ -22,6 +22,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, RepetitionP
 
 from noisy_heads import noisy
 from shoal.config import Limits, Sampling
+from shoal.engine import logprobs
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed, Lookahead
 from shoal.sampling.distributions import probabilities
@@ -169,6 +170,13 @@ def test_logprobs_before_and_after_processing(name: str, k: int) -> None:
         assert sample.processed_logprobs == pytest.approx(processed.gather(1, ids).squeeze(1).tolist(), abs=ERROR)
         assert sample.mean_logprob == pytest.approx(sum(sample.logprobs) / len(sample.logprobs))
         assert len(sample.logprobs) == len(sample.processed_logprobs) == len(sample.token_ids)
+
+
+def test_logprobs_of_16_bit_logits_have_32() -> None:
+    logits = torch.randn(2, 2, 9, generator=torch.Generator().manual_seed(1)).bfloat16()
+    (one, other) = logprobs._raw(logits, [[3, 4], [5]], [[0, 1], [0]])
+    exact = logits.float().log_softmax(-1)
+    assert [*one, *other] == pytest.approx([float(exact[0, 0, 3]), float(exact[0, 1, 4]), float(exact[1, 0, 5])], abs=1e-6)
 
 
 def test_logprobs_are_equal_whatever_the_draft_length() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.engine.memory import grown
+from shoal.engine.running_rows import PlainRows
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
@@ -284,6 +286,25 @@ def test_a_waiting_row_takes_the_slot_of_one_that_ended() -> None:
     assert said(scheduler.next_round()) == ([rows[0], rows[3], rows[2]], [Admission(rows[3], PromptOrigin.COPY, 0)], [])
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"criteria": (len,)}, {"keep_logits": True}, {"top_logprobs": 1}, {"weighted": True}, {"distinct": True},
+        {"sampling": Sampling(guidance=0.5)}, {"checks": [("check", 0)]}, {"cutting": object()},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)  # fmt: skip
+def test_what_is_read_of_a_round_decides_whoever_ran_before(fields: dict[str, Any]) -> None:
+    """A row that is read more of takes the place of one that is not."""
+    (plain,), (row,), asked = group(0, 1), group(1, 1), PlainRows(None)
+    ((name, value),) = fields.items()
+    if hasattr(row.request, name):
+        row.request = replace(row.request, **fields)
+    else:
+        setattr(row, name, value)
+    assert [asked.includes([each]) for each in (plain, row, plain)] == [True, False, True]
+
+
 def test_holes_are_closed_from_the_end() -> None:
     scheduler = Scheduler(5)
     rows = group(0, 5)
@@ -308,6 +329,25 @@ def test_a_prompt_is_completed_where_it_was_begun_and_then_moves() -> None:
         scheduler.remove(end)
     assert seen == [(2, 0, 2), (2, 2, 4), (2, 4, 5)]
     assert said(round_) == ([rows[0], long[0]], [], [Move(long[0], 2, 1)])
+
+
+def test_no_slot_holds_a_refused_prompt_that_was_to_move() -> None:
+    """A long prompt ends above a free slot and moves there, while the next one begins above it; their pass fails."""
+    scheduler = Scheduler(4, chunk=10)
+    short, other = group(0, 1)[0], group(1, 1)[0]
+    long, later = group(2, 2, length=16), group(3, 1, length=31)
+    scheduler.add([short])
+    scheduler.add([other])
+    scheduler.next_round()
+    scheduler.add(long[:1])
+    scheduler.next_round()
+    scheduler.remove([short])
+    scheduler.add(later)
+    round_ = scheduler.next_round()
+    assert [(chunk.row, chunk.slot) for chunk in round_.chunks] == [(long[0], 2), (later[0], 3)]
+    assert [(move.row, move.source, move.target) for move in round_.moves] == [(long[0], 2, 0)]
+    assert scheduler.refuse(round_) == [later[0], long[0]]
+    assert not {2, 3} & {*scheduler.slots.groups}
 
 
 def test_cancelling_waiting_and_running_rows() -> None:
@@ -335,6 +375,15 @@ def test_expired_rows_run_or_wait() -> None:
     assert scheduler.expire(9.0) == late[:1]
     assert scheduler.expire(9.0) == []
     assert list(scheduler.next_round().rows) == never
+
+
+def test_a_row_that_begins_again_has_its_deadline() -> None:
+    scheduler, (row,) = Scheduler(1), group(0, 1, 5.0)
+    scheduler.add([row])
+    scheduler.next_round()
+    scheduler.remove([row])
+    scheduler.put_back(row)
+    assert scheduler.expire(6.0) == [row]
 
 
 def test_a_row_that_ended_is_not_kept_for_its_deadline() -> None:

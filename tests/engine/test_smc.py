@@ -10,6 +10,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,16 @@ def test_things_are_drawn_in_the_mean_by_their_weights(weights: list[float]) -> 
             totals[place] += count
     for total, weight in zip(totals, weights, strict=True):
         assert total / grid == pytest.approx(len(weights) * weight / sum(weights), abs=2e-3)
+
+
+def test_unequal_weights_alone_make_copies_by_the_numbers_of_their_round() -> None:
+    def copies(logs: Sequence[float], round_: int = 1) -> list[tuple[int, int]]:
+        rows: list[Any] = [SimpleNamespace(seed=5, rounds=round_, log_weight=log, place=i) for i, log in enumerate(logs)]
+        return [(row.place, source.place) for row, source in joint_rows._copies(rows)]
+
+    assert copies([0.0, 0.0, -math.inf, 0.0]) == []  # three of four count: more than half
+    assert copies([0.0, -50.0, -50.0, -50.0]) == [(1, 0), (2, 0), (3, 0)]
+    assert len({tuple(copies([0.0, -0.1, -50.0, -50.0, -50.0], round_)) for round_ in range(20)}) > 1
 
 
 def test_effective_numbers_and_means_of_weights() -> None:

@@ -180,9 +180,14 @@ def committed(p: Tensor, q: Tensor, shape: Callable[[Tree], None], independent: 
     drafted: dict[int, bool] = {}
     real, by_q.draw = by_q.draw, noted
     try:
-        paths, _ = Rejection().decide(tree, scores, u).lists
+        verdict = Rejection().decide(tree, scores, u)
     finally:
         by_q.draw = real
+    paths, ended = verdict.lists
+    for own, path, token, probs in zip(tree.drafts, paths, ended, verdict.probs.tolist(), strict=True):
+        walk = [0, *(own[node] for node in path), token]
+        expected = [float(p[a, b]) for a, b in itertools.pairwise(walk)]
+        assert max(abs(a - b) for a, b in zip(probs, expected, strict=False)) < 1e-9, "probabilities are the target's"
     law, accepted = torch.zeros([p.shape[-1]] * HORIZON, dtype=torch.float64), 0.0
     for row, ((weight, (grown, _)), path) in enumerate(zip(cases, paths, strict=True)):
         tokens = [grown.tokens[node] for node in path]

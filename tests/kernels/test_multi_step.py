@@ -76,7 +76,7 @@ def generated(shoal: Shoal, prompts: Any = PROMPTS, n: int = 2, **options: Any) 
     samples = [sample for output in result for sample in output.samples]
     said = [(each.token_ids, each.logprobs, each.processed_logprobs, each.finish_reason, each.text) for each in samples]
     counted = {name: count for name, count in dataclasses.asdict(result.stats).items() if isinstance(count, int)}
-    return said, counted, [each.rounds for each in samples]
+    return said, counted, [(each.rounds, each.target_passes) for each in samples]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

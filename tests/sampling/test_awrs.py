@@ -109,6 +109,19 @@ def test_the_estimator_does_not_change_what_is_drawn(monkeypatch: pytest.MonkeyP
     assert texts(True, 0.0) == texts(True, 1.0) == texts(False, 0.5) == texts(False, 0.5, k=2)
 
 
+@pytest.mark.parametrize("k", [0, 2])
+def test_what_takes_the_place_of_a_refused_token_has_its_own_log_probability(k: int) -> None:
+    draft = scripted(mixed(SCRIPT, hashed(V, 9), every=2), V) if k else None
+    engine = engine_of(scripted(SCRIPT, V), draft, Fixed(k), max_batch=50, eos=[EOS])
+    rows = engine.submit(Request(PROMPT, 50, Sampling(seed=4), Limits(max_new_tokens=NEW), constraints=(Asked(),)))
+    while engine.step():
+        pass
+    for row in rows:
+        places = range(len(PROMPT), len(row.tokens))
+        expected = [float(SCRIPT(tuple(row.tokens[:at])).log_softmax(-1)[row.tokens[at]]) for at in places]
+        assert row.logprobs == pytest.approx(expected, abs=1e-5)
+
+
 def no_second(p: Tensor, first: int, passes: Any, *draws: Any, weighs: bool = True) -> tuple[int | None, float]:
     """What was refused is counted, and nothing is asked of what follows."""
     return awrs(p, first, passes, *draws)[0], 1.0 if passes(first) else 1.0 - float(p[first])

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not RECURRENT_HERE, reason="an older Transformer
 
 BLOCK, STEPWISE_BLOCK, ROOM = 8, 16, 1 << 22
 FAMILIES = ("lfm2", "qwen3-next", "olmo-hybrid")
-STEPWISE = ("mamba", "falcon-mamba", "jamba", "zamba", "zamba2", "nemotron-h")
+STEPWISE = ("mamba", "falcon-mamba", "jamba", "zamba", "zamba2", "nemotron-h", "recurrent-gemma")
 SYSTEM = tuple(1 + i * i % 53 for i in range(45))
 
 

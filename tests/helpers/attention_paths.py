@@ -1,7 +1,11 @@
-"""Architectures of the tests by the way in which Transformers computes their attention."""
+"""Architectures of the tests by the way in which Transformers computes their attention, and what it says with them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import transformers
 from packaging.version import Version
 
@@ -26,3 +30,18 @@ KINDS = (
 )  # fmt: skip
 """Rotary and learned positions and none, windows in some layers, soft caps, experts, sinks, MLA, recurrent states, and those that
 attend by their own code: whatever of a cache and of a pass an architecture can do in its own way."""
+
+
+def greedy_ids(hf: Any, ids: Sequence[int], new: int) -> tuple[int, ...]:
+    """Greedy ids of Transformers' own `generate`, one prompt alone.
+
+    States that modules keep in themselves are forgotten before: `generate` lets a prompt of one token begin with the
+    convolution's inputs of the call before it (RecurrentGemma, 5.24).
+    """
+    for module in hf.modules():
+        for name in {"conv1d_state", "recurrent_states"} & vars(module).keys():
+            setattr(module, name, None)
+    block = torch.tensor([ids])
+    everything = torch.ones_like(block)  # without it, ids that equal a pad id would be hidden
+    out = hf.generate(block, attention_mask=everything, max_new_tokens=new, do_sample=False)
+    return tuple(out[0, len(ids) :].tolist())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import shoal
-from attention_paths import ARCHITECTURES_HERE, KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED
+from attention_paths import ARCHITECTURES_HERE, KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED, greedy_ids
 from shoal.api import Shoal, Stream
 from shoal.cli.check_model import drafters_in_the_box
 from shoal.config import Limits, Sampling
@@ -97,15 +97,7 @@ def test_the_table_of_models_says_what_the_code_can(architecture: str) -> None:
 def expected_ids(architecture: str) -> list[tuple[int, ...]]:
     """What Transformers makes of `ASKED`."""
     hf = tiny_model(architecture)
-    return [stock_ids(hf, ids, new) for ids, new in ASKED]
-
-
-def stock_ids(hf: Any, ids: Sequence[int], new: int) -> tuple[int, ...]:
-    """Greedy ids of Transformers' own `generate`, one prompt alone."""
-    block = torch.tensor([ids])
-    everything = torch.ones_like(block)  # without it, ids that equal a pad id would be hidden
-    out = hf.generate(block, attention_mask=everything, max_new_tokens=new, do_sample=False)
-    return tuple(out[0, len(ids) :].tolist())
+    return [greedy_ids(hf, ids, new) for ids, new in ASKED]
 
 
 def unchecked(hf: Any, method: str = "auto") -> Runner:
@@ -323,13 +315,12 @@ def test_a_window_that_only_the_mask_knows_bounds_the_context() -> None:
     assert runner.context == 24
     sample = shoal_ids(runner, runner, [(prompt(13), 100)], n=1)[0].samples[0]
     assert sample.finish_reason == "length"
-    assert sample.token_ids == stock_ids(hf, prompt(13), 24 - 13)
+    assert sample.token_ids == greedy_ids(hf, prompt(13), 24 - 13)
 
 
 # ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 REASONS_AFTER_A_PASS = {
-    "recurrent-gemma": "recurrent layers keep their states in themselves",
     "deepseek-v4": "states in a cache of its own kind",
     "minimax": "states in a cache of its own kind .ValueError: MiniMax uses cache of its own",
     "xlstm": "states in a cache of its own kind",

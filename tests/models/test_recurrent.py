@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 
 import shoal
-from attention_paths import RECURRENT_HERE
+from attention_paths import RECURRENT_HERE, greedy_ids
 from laws import ALPHA, declared_law, joint
 from laws import run as sampled
 from shoal.cli.check_model import executors, family
@@ -55,10 +55,10 @@ from shoal.types.trees import DraftTree
 
 pytestmark = pytest.mark.skipif(not RECURRENT_HERE, reason="an older Transformers keeps states in caches of many kinds")
 
-FAMILIES = ("lfm2", "qwen3-next", "jamba", "granite-hybrid", "falcon-h1")
+FAMILIES = ("lfm2", "qwen3-next", "jamba", "granite-hybrid", "falcon-h1", "recurrent-gemma")
 """A convolution alone; a gated delta net among experts; a state-space model that must be fed token by token; one in blocks, with
-a multiplier (Bamba's layers); attention and a state-space model side by side in every layer."""
-STEPWISE = {"mamba", "falcon-mamba", "jamba", "zamba", "zamba2", "nemotron-h"}
+a multiplier (Bamba's layers); attention and a state-space model side by side in every layer; states in the modules themselves."""
+STEPWISE = {"mamba", "falcon-mamba", "jamba", "zamba", "zamba2", "nemotron-h", "recurrent-gemma"}
 K, NEW = 3, 20
 
 
@@ -78,9 +78,7 @@ def target(family: str) -> Runner:
 @cache
 def stock_ids(family: str, ids: tuple[int, ...], new: int = NEW) -> list[int]:
     """What Transformers' own `generate` says, this prompt alone."""
-    block = torch.tensor([ids])
-    out = target(family).hf.generate(block, attention_mask=torch.ones_like(block), max_new_tokens=new, do_sample=False)
-    return out[0, len(ids) :].tolist()  # type: ignore[no-any-return]
+    return list(greedy_ids(target(family).hf, ids, new))
 
 
 def half_right(family: str) -> Runner:
@@ -144,6 +142,7 @@ def _noisy(family: str) -> Runner:
     return wrap(hf, family)
 
 
+@torch.no_grad()
 def _heads_that_know(family: str) -> Callable[[Tensor], Tensor]:
     """Three heads that say the tokens after the next one, of two tokens of three, by the target's last state."""
     states: list[Tensor] = []
@@ -151,7 +150,7 @@ def _heads_that_know(family: str) -> Callable[[Tensor], Tensor]:
     for ids in PROMPTS:
         tokens = [*ids, *stock_ids(family, ids)]
         made = target(family).hf(torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
-        states.append(made.hidden_states[-1][0].detach())
+        states.append(made.hidden_states[-1][0])
         right = [*(token if i % 3 else 0 for i, token in enumerate(tokens)), 0, 0, 0, 0]
         following += [right[i + 2 : i + 5] for i in range(len(tokens))]
     known, said = torch.cat(states), torch.tensor(following)
@@ -212,9 +211,7 @@ def test_a_text_longer_than_the_usual_context(family: str) -> None:
     drafter = ModelDrafter(_noisy(family).fork(), VOCABULARY)
     drafter.runner.context = 512
     made = Engine(runner, drafter, Fixed(K), max_batch=2)
-    ids = torch.tensor([PROMPTS[1]])
-    out = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, do_sample=False)
-    assert run(made, PROMPTS[1:2], n=2, new=300) == [out[0, ids.shape[1] :].tolist()] * 2
+    assert run(made, PROMPTS[1:2], n=2, new=300) == [list(greedy_ids(hf, PROMPTS[1], 300))] * 2
     assert 0 < made.stats.accepted < made.stats.drafted
 
 
@@ -226,6 +223,7 @@ def test_from_disk(tmp_path: Path) -> None:
     assert [s.token_ids for s in plain.samples] == [s.token_ids for s in drafted.samples]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loglikelihoods_are_those_of_the_model(family: str) -> None:
     """Continuations of a context are taken back, one after the other."""
@@ -237,7 +235,7 @@ def test_loglikelihoods_are_those_of_the_model(family: str) -> None:
         ((3,), (1,)),
     ]
     for (before, after), (found, _) in zip(pairs, loglikelihoods(target(family), pairs), strict=True):
-        logprobs = target(family).plain_logits(torch.tensor([[*before, *after]]))[0].detach().log_softmax(-1)
+        logprobs = target(family).plain_logits(torch.tensor([[*before, *after]]))[0].log_softmax(-1)
         assert found == pytest.approx(
             sum(float(logprobs[len(before) - 1 + i, token]) for i, token in enumerate(after)), abs=1e-3
         )
@@ -296,7 +294,7 @@ def one_too_few(self: Calls, count: int, *rest: Any) -> EqualRows:
     return REPLAY(self, max(count - 1, 1), *rest)
 
 
-THROUGH, REPLAY = StateCache.through, Calls._replay
+THROUGH, REPLAY, PLACES = StateCache.through, Calls._replay, EqualRows.positions.func
 SABOTAGES: dict[str, tuple[Any, str, Any]] = {
     "a rejected draft stays": (StateCache, "_settle", keeps_rejected),
     "an accepted draft is lost": (StateCache, "_settle", loses_accepted),
@@ -335,6 +333,23 @@ def test_the_self_check_sees_a_wrong_state(sabotage: Callable[[], None], request
         return
     with pytest.raises((UnsupportedModel, InternalError)):
         wrap(hf, "lfm2")
+
+
+def test_positions_that_are_not_those_of_the_tokens_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RecurrentGemma begins without a state at position 0."""
+    made = engine("recurrent-gemma", half_right("recurrent-gemma"), max_batch=4)
+    monkeypatch.setattr(EqualRows, "positions", property(lambda group: PLACES(group) * 0))
+    assert run(made) != expected("recurrent-gemma")
+
+
+def test_states_in_modules_stay_their_owners() -> None:
+    hf = tiny_model("recurrent-gemma")
+    block = hf.model.layers[0].temporal_block
+    made = Engine(wrap(hf, "recurrent-gemma"), NGramDrafter(), Fixed(K), max_batch=3)
+    hf.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=4, do_sample=False)
+    before = block.conv1d_state, block.rg_lru.recurrent_states
+    assert run(made) == expected("recurrent-gemma")
+    assert (block.conv1d_state is before[0], block.rg_lru.recurrent_states is before[1]) == (True, True)
 
 
 # ── the law ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -534,6 +549,13 @@ def test_what_is_refused_says_why(tmp_path: Path) -> None:
     fork = runner.fork()
     fork.capture_rounds("eager")
     assert (fork.captures, fork.absent[CAPTURED]) == (None, STATES)
+
+
+def test_a_model_that_says_it_keeps_states_and_shows_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = tiny_model("llama")
+    monkeypatch.setattr(hf, "_is_stateful", True)
+    with pytest.raises(UnsupportedModel, match="keep their states neither in the cache nor in themselves"):
+        wrap(hf, "llama")
 
 
 def test_a_state_that_is_gone_is_not_made_up() -> None:

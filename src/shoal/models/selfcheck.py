@@ -166,7 +166,8 @@ def _reference(runner: Runner) -> tuple[Tensor, Tensor]:
         modules.lean = None
         modules.memory.reserve(2, ids.shape[1])
         return ids, modules.feed([0, 1], ids, [ids.shape[1]] * 2)
-    if runner.mixers is None or not runner.mixers.stepwise:
+    mixers = runner.mixers
+    if mixers is None or not mixers.stepwise or mixers.own:  # such models return no cache
         return ids, runner.plain_logits(ids)
     rows = zip(ids[:, None], _firsts(ids), strict=True)
     return ids, torch.cat([runner.bridge.stepped_logits(row, first) for row, first in rows])

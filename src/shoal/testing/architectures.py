@@ -281,8 +281,21 @@ RECURRENT: dict[str, Spec] = {
             "chunk_size": 16,
         },
     ),
+    "recurrent-gemma": Spec(
+        "RecurrentGemmaConfig",
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "lru_width": 32,
+            "attention_window_size": WINDOW,
+            "block_types": ["recurrent", "attention"],
+        },
+        names="",
+    ),
 }
-"""The architectures whose layers keep recurrent states in Transformers' cache."""
+"""The architectures whose layers keep recurrent states."""
 
 INKLING: dict[str, Any] = {
     **HEAD,
@@ -341,18 +354,6 @@ REFUSED: dict[str, Spec] = {
             "indexer_budget": 16,
             "indexer_compress_ratio": 4,
         },
-    ),
-    "recurrent-gemma": Spec(
-        "RecurrentGemmaConfig",
-        {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_attention_heads": 4,
-            "lru_width": 32,
-            "attention_window_size": WINDOW,
-            "block_types": ["recurrent", "attention"],
-        },
-        names="",
     ),
     "bloom": Spec("BloomConfig", {"hidden_size": 32, "n_head": 4}, names=""),
     "gpt-neo": Spec(

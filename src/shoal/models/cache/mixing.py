@@ -11,6 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,12 +31,23 @@ STEPWISE_BLOCK = 512
 
 So many tokens are computed at once where a prompt begins, as one pass has no more of a row.
 """
-Mixed = Tensor | tuple[Tensor, ...]
-"""The outputs of a mixer, [rows, tokens, ...] each."""
-Call = Callable[[Tensor], Mixed]
-"""A function that passes inputs [rows, tokens, width] through a mixer."""
+Mixed = Tensor | tuple[Tensor | None, ...]
+"""The outputs of a mixer, [rows, tokens, ...] each; None in the place of one that it has not."""
+Call = Callable[[Tensor, Tensor | None], Mixed]
+"""A function that passes inputs [rows, tokens, width] through a mixer.
+
+It is given the positions of the tokens, too, [rows, tokens] int64; None if mixers take none.
+"""
 Key = tuple[str, int, int]
-"""The kind of a state ("conv" or "recurrent"), the number of its layer, and its own number."""
+"""The kind of a state ("conv", "recurrent", "own"), the number of its layer, and its own number."""
+
+
+class OwnState(NamedTuple):
+    """A state that a mixer keeps in an attribute of a module, where others ask the cache."""
+
+    module: nn.Module
+    attribute: str
+    key: Key
 
 
 @dataclass(frozen=True)
@@ -45,10 +58,14 @@ class Mixers:
         modules: the mixers by name.
         stepwise: True if a row that has a state must pass a mixer token by token, because a call
             with several tokens begins without a state.
+        placed: True if mixers take the positions of their tokens.
+        own: the states that mixers keep in themselves, by the names of the mixers.
     """
 
     modules: Mapping[str, nn.Module]
     stepwise: bool = False
+    placed: bool = False
+    own: Mapping[str, Sequence[OwnState]] = field(default_factory=dict)
 
     @property
     def block(self) -> int:
@@ -184,6 +201,7 @@ class EqualRows:
         write: the places of the states after the tokens, [rows] int64.
         columns: the places of the tokens in the block, [rows * count] int64; None if they are all
             of it.
+        starts: the number of tokens of each row before these.
     """
 
     slots: Sequence[int]
@@ -191,6 +209,14 @@ class EqualRows:
     read: Tensor | None
     write: Tensor
     columns: Tensor | None
+    starts: Sequence[int]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The positions of the tokens, [rows, count] int64."""
+        device = self.write.device
+        steps = torch.arange(self.count, device=device)
+        return torch.tensor(self.starts, device=device)[:, None] + steps
 
 
 @dataclass
@@ -210,7 +236,7 @@ def joined(parts: Sequence[Mixed], join: Callable[[Sequence[Tensor]], Tensor]) -
     """Joins the outputs of several calls of a mixer."""
     if isinstance(parts[0], Tensor):
         return join(parts)  # type: ignore[arg-type]
-    return tuple(map(join, zip(*parts, strict=True)))
+    return tuple(None if each[0] is None else join(each) for each in zip(*parts, strict=True))
 
 
 class Calls:
@@ -256,7 +282,8 @@ class Calls:
     def _replay(self, count: int, empty: bool, group: Sequence[int]) -> EqualRows:
         slots = [self.plan.slots[b] for b in group]
         base = self._places(slots, [self._rows[slot].side for slot in slots])
-        return EqualRows(slots, count, None if empty else base, base, None)
+        starts = [self._rows[slot].base for slot in slots]
+        return EqualRows(slots, count, None if empty else base, base, None, starts)
 
     def _feed(self, count: int, empty: bool, group: Sequence[int]) -> EqualRows:
         plan = self.plan
@@ -267,7 +294,8 @@ class Calls:
         if len(group) < plan.rows or count < plan.q:
             firsts = np.array([self.firsts[b] for b in group])[:, None]
             columns = torch.from_numpy((firsts + np.arange(count)).reshape(-1)).to(plan.device)
-        return EqualRows(slots, count, read, self._places(slots, ahead), columns)
+        starts = [plan.starts[b] for b in group]
+        return EqualRows(slots, count, read, self._places(slots, ahead), columns, starts)
 
     def _side(self, b: int) -> int:
         """Returns the side of the state that the tokens of row b follow."""

@@ -12,7 +12,7 @@ call of a mixer per draft; this takes one call for all accepted ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -177,9 +177,12 @@ class StateCache(SlotCache):
     def attached(self) -> Iterator[None]:
         """Lets the mixers compute by groups of rows within the context.
 
-        Afterwards it puts a `forward` back that an owner had set on a mixer.
+        Afterwards it puts a `forward` back that an owner had set on a mixer, and the states that
+        mixers had in themselves.
         """
         modules = self.mixers.modules
+        states = [each for own in self.mixers.own.values() for each in own]
+        owners = [getattr(each.module, each.attribute) for each in states]
         owned = [module.__dict__.get("forward") for module in modules.values()]
         for name, module in modules.items():
             module.__dict__["forward"] = partial(self._forward, name, module.forward)
@@ -191,21 +194,14 @@ class StateCache(SlotCache):
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = before
+            for each, state in zip(states, owners, strict=True):
+                setattr(each.module, each.attribute, state)
 
     def _forward(self, name: str, forward: Any, *args: Any, **options: Any) -> Any:
         """Computes a mixer in a pass; in another thread's call the mixer computes by itself."""
-        given = (*args, *options.values())
-        if not any(value is self for value in given):
+        if not any(value is self for value in (*args, *options.values())):
             return forward(*args, **options)
-        block = next(value for value in given if isinstance(value, Tensor))
-
-        def call(part: Tensor) -> Any:
-            return forward(
-                *(part if value is block else value for value in args),
-                **{key: part if value is block else value for key, value in options.items()},
-            )
-
-        return self._mix(name, block, call)
+        return self._mix(name, *call_of(self, name, forward, args, options))
 
     def _mix(self, name: str, block: Tensor, call: Call) -> Mixed:
         """Passes a block of tokens through a mixer, packed or padded as the pass."""
@@ -234,11 +230,13 @@ class StateCache(SlotCache):
     def through(self, group: EqualRows, block: Tensor, call: Call) -> Mixed:
         """Passes a group's tokens, [rows, count, width], through a mixer, and stores its states."""
         self._passing = passing = Passing(group.read)
+        places = group.positions if self.mixers.placed else None
         if self.mixers.stepwise and group.read is not None:
-            tokens = [call(token) for token in block.split(1, dim=1)]
+            steps = [slice(i, i + 1) for i in range(group.count)]
+            tokens = [call(block[:, i], None if places is None else places[:, i]) for i in steps]
             mixed = joined(tokens, lambda parts: torch.cat(list(parts), dim=1))
         else:
-            mixed = call(block)
+            mixed = call(block, places)
         for key, states in passing.states.items():
             if key not in self._tensors:
                 self._tensors[key] = zeros(states, (2, self.slots, *states.shape[1:]))
@@ -304,3 +302,29 @@ class StateCache(SlotCache):
         """Appends keys and values, see `SlotCache.update`; some layers have none."""
         place = self._places.setdefault(layer_idx, len(self._places))
         return super().update(key_states, value_states, place)
+
+
+def call_of(
+    cache: StateCache, name: str, forward: Any, args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Tensor, Call]:
+    """Returns the tokens of a mixer's call, and a function that calls it with other tokens.
+
+    States that the mixer keeps in itself are lent to it, and taken from it afterwards.
+    """
+    given = (*args, *options.values())
+    block, *positions = (value for value in given if isinstance(value, Tensor))
+    own = cache.mixers.own.get(name, ())
+
+    def call(part: Tensor, places: Tensor | None) -> Any:
+        new = {id(block): part, **{id(each): places for each in positions}}
+        for state in own:
+            setattr(state.module, state.attribute, cache._state(state.key))
+        mixed = forward(
+            *(new.get(id(value), value) for value in args),
+            **{key: new.get(id(value), value) for key, value in options.items()},
+        )
+        for state in own:
+            cache._passing.states[state.key] = getattr(state.module, state.attribute)
+        return mixed
+
+    return block, call

@@ -1,10 +1,11 @@
 #!/bin/sh
 # Quality within a time budget of a real model (BASS, figures 3 to 5): HumanEval's 164 problems and the first 200 of MBPP, plain and by
-# the chat template, by n. quality_tables.py makes docs/measurements/quality.md show whatever has come to its end.
+# the chat template, and summaries, by n. quality_tables.py makes docs/measurements/quality.md show whatever has come to its end.
 #
 #   benchmarks/quality_real.sh [--minutes N] MODEL HUMANEVAL MBPP [DIRECTORY]   stopped, it goes on where it was
 #
-# MODEL is SmolLM2-135M-Instruct as a directory, the sets are .jsonl or .jsonl.gz. Hours in all, so the runs that say most come first;
+# MODEL is SmolLM2-135M-Instruct as a directory, the sets are .jsonl or .jsonl.gz. Summaries are a set where SUMMARIES names their file,
+# which summaries.py makes of a package. Hours in all, so the runs that say most come first;
 # with --minutes it stops after so many, in the middle of a run too, and exits with 3 while there is more to do.
 # ROWS, SETS and DRAFT choose other numbers of samples, sets and drafters. Leave the machine alone: runs are timed.
 set -eu
@@ -24,8 +25,13 @@ bounded() { # runs a command until the time is over, which ends it as Ctrl-C doe
   env --default-signal=INT timeout --preserve-status --signal=INT --kill-after=60 "$left" "$@"
 }
 
-for set in ${SETS:-humaneval humaneval-chat mbpp mbpp-chat}; do
+for set in ${SETS:-${SUMMARIES:+summaries} humaneval humaneval-chat mbpp mbpp-chat}; do
+  tokens=256
   case $set in
+    summaries)
+      asked="summarize --data ${SUMMARIES:?the file that summaries.py made} --chat"
+      tokens=96
+      ;;
     humaneval*) asked="humaneval --data $humaneval" ;;
     *) asked="mbxp --data $mbpp --limit 200" ;;
   esac
@@ -36,7 +42,7 @@ for set in ${SETS:-humaneval humaneval-chat mbpp mbpp-chat}; do
     [ "$n" -ne 8 ] || methods=plain,single,batched
     code=0
     bounded $shoal eval $asked --model "$model" --draft "${DRAFT:-self:int4}" --methods $methods -n "$n" --temperature 0.2 \
-      --top-p 0.95 --max-new-tokens 256 --seed 1 --time-budget $budgets --output "$out/$set-$n" || code=$?
+      --top-p 0.95 --max-new-tokens $tokens --seed 1 --time-budget $budgets --output "$out/$set-$n" || code=$?
     if [ "$code" -eq 130 ] && [ -n "$ends" ]; then
       echo "time is over in $set, n = $n: the same command goes on" >&2
       exit 3

@@ -16,17 +16,19 @@ from typing import Any
 
 from provenance import write_results
 from shoal.durable import write_synced
-from shoal.evaluation.figure import png
+from shoal.evaluation.figure import metric_name, png
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "quality.md"
 BEGIN, END = "<!-- quality_tables.py writes from here -->\n", "<!-- to here -->\n"
 PREFIX = "quality-smollm2-"
+SUMMARIES = "summaries"
 SETS = {
     "humaneval": "HumanEval",
     "humaneval-chat": "HumanEval by the chat template",
     "mbpp": "MBPP",
     "mbpp-chat": "MBPP by the chat template",
+    SUMMARIES: "Summaries in one sentence of ACLSum's abstracts, by the chat template",
 }
 BUDGETS = (0.5, 1, 2, 4, None)
 Summary = Mapping[str, Any]
@@ -51,7 +53,13 @@ def kept(results: Path = RESULTS) -> dict[str, dict[int, Summary]]:
 
 def passes(runs: Mapping[int, Summary]) -> bool:
     """Whether some sample of some run passes: otherwise its curves are flat."""
-    return any(line["passed_all"]["mean"] for summary in runs.values() for line in summary["lines"])
+    return any(line[f"{score(summary)}_all"]["mean"] for summary in runs.values() for line in summary["lines"])
+
+
+def score(summary: Summary) -> str:
+    """Returns the score of a run's tables and plots: whether programs pass, or ROUGE-2 as in BASS."""
+    name: str = summary["scores"][0]
+    return name
 
 
 def pages(found: Mapping[str, Mapping[int, Summary]]) -> Iterator[str]:
@@ -65,23 +73,27 @@ def pages(found: Mapping[str, Mapping[int, Summary]]) -> Iterator[str]:
         problems = next(iter(runs.values()))["problems"]
         text = f"**{SETS[name]}**, {problems} problems ({files}):\n\n"
         if passes(runs):
-            text += f"![Pass@First and Pass@All over the time budget](../../benchmarks/results/{PREFIX}{name}.png)\n\n"
+            first, every = (metric_name(score(next(iter(runs.values()))), which) for which in ("first", "all"))
+            text += f"![{first} and {every} over the time budget](../../benchmarks/results/{PREFIX}{name}.png)\n\n"
         heads = ["n", "method", *(f"{budget:g} s" if budget else "no budget" for budget in BUDGETS)]
-        heads += ["pass@1", "finished by 1 s, %", "all there after, s", "ids of plain"]
+        heads += ["pass@1"] * (name != SUMMARIES) + ["finished by 1 s, %", "all there after, s", "ids of plain"]
         yield text + "\n".join(map(line_of, [heads, ["---"] * len(heads), *lines(runs)])) + "\n"
 
 
 def lines(runs: Mapping[int, Summary]) -> Iterator[list[str]]:
-    """The rows of a table; shares by budget are Pass@First / Pass@All in per cent."""
+    """The rows of a table; shares by budget are Pass@First / Pass@All in per cent, of summaries ROUGE-2 of the same samples."""
     for n, summary in runs.items():
         same = {
             one["method"]: f"{one['same_ids']} of {one['samples']}" for one in summary["against"] if one["other"] == "plain"
         }
+        first, every = f"{score(summary)}_first", f"{score(summary)}_all"
         for method in summary["settings"]["methods"]:
             by = {one["budget"]: one for one in summary["lines"] if one["method"] == method}
-            shares = [f"{percent(by[one], 'passed_first')} / {percent(by[one], 'passed_all')}" for one in BUDGETS]
+            shares = [f"{percent(by[one], first)} / {percent(by[one], every)}" for one in BUDGETS]
             whole, second = by[None], by[1]
-            rest = [percent(whole, "pass@1"), percent(second, "finished"), f"{whole['seconds']['mean']:.2f}"]
+            rest = [percent(second, "finished"), f"{whole['seconds']['mean']:.2f}"]
+            if "pass@1" in whole:
+                rest.insert(0, percent(whole, "pass@1"))
             yield [str(n), method, *shares, *rest, same.get(method, "")]
 
 

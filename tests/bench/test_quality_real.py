@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import summaries
 
 import quality_tables
 from quality_tables import PAGE, keep, kept, pages, passes, written
+from shoal.evaluation.tasks import Document, read_documents
 
 SCRIPT = Path(quality_tables.__file__).with_name("quality_real.sh")
 FAKE = """#!/bin/sh
@@ -26,13 +28,13 @@ while [ ! -e {go} ]; do sleep 0.05; done
 """
 
 
-def run(folder: Path, *options: str) -> tuple[int, list[str]]:
+def run(folder: Path, *options: str, **variables: str) -> tuple[int, list[str]]:
     """Two sets with two numbers of samples each, by a stand-in that ends once there is a file `go`."""
     fake, log = folder / "shoal", folder / "log"
     fake.write_text(FAKE.format(log=log, go=folder / "go"))
     fake.chmod(0o755)
     log.write_text("")
-    env = {"SHOAL": str(fake), "ROWS": "8 1", "SETS": "humaneval mbpp-chat", "PATH": "/usr/bin:/bin"}
+    env = {"SHOAL": str(fake), "ROWS": "8 1", "SETS": "humaneval mbpp-chat", "PATH": "/usr/bin:/bin"} | variables
     command = ["sh", str(SCRIPT), *options, "MODEL", "HUMANEVAL", "MBPP", str(folder / "out")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     return done.returncode, log.read_text().splitlines()
@@ -61,6 +63,32 @@ def test_time_that_is_over_ends_a_run_and_the_next_goes_on(tmp_path: Path) -> No
     assert "eval mbxp --data MBPP --limit 200 --chat --model MODEL" in asked[3]
     assert "--methods plain,batched -n 1" in asked[3]
     assert run(tmp_path) == (0, [])  # all are there
+
+
+def test_summaries_are_a_set_where_their_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    code, asked = run(tmp_path, SETS="", SUMMARIES="FILE", ROWS="8")
+    assert (code, [one.rsplit("/", 1)[1] for one in asked]) == (
+        0,
+        ["summaries-8", "humaneval-8", "humaneval-chat-8", "mbpp-8", "mbpp-chat-8"],
+    )
+    assert "eval summarize --data FILE --chat --model MODEL" in asked[0]
+    assert ["--max-new-tokens 96 " in one for one in asked] == [True, False, False, False, False]
+    assert "summaries-8" not in run(tmp_path, SETS="", ROWS="1")[1]
+
+
+def test_papers_become_documents_with_the_sentence_of_an_aspect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"challenge": "It was hard.", "approach": "They tried.", "outcome": "It is easy."}
+    sentences = {"abstract": ["We try ( twice ) .", "It works , mostly ."], "introduction": ["Long ago ."]}
+    papers, file = tmp_path / "test.jsonl", tmp_path / "build" / "summaries.jsonl"
+    papers.write_text("".join(json.dumps({"id": str(i), "summary": said, "sentences": sentences}) + "\n" for i in range(2)))
+    for options, summary in (([], "They tried."), (["--aspect", "outcome"], "It is easy.")):
+        monkeypatch.setattr("sys.argv", ["summaries.py", str(papers), str(file), *options])
+        summaries.main()
+        assert read_documents(file) == [Document(str(i), "We try (twice). It works, mostly.", summary) for i in range(2)]
+    assert capsys.readouterr().out == f"2 documents in {file}\n" * 2
 
 
 def test_an_error_ends_all_runs_with_its_code(tmp_path: Path) -> None:
@@ -93,6 +121,7 @@ def summary(n: int, shift: float = 0.0) -> dict[str, Any]:
         "settings": {"model": "/some/where/small", "methods": methods},
         "machine": {"commit": "0123456789ab", "date": "2026-01-02"},
         "problems": 7,
+        "scores": ["passed"],
         "lines": [line(method, budget, share + shift) for method in methods for budget, share in shares.items()],
         "against": [{"method": "batched", "other": "plain", "samples": 7 * n, "same_ids": 7 * n - 1}],
     }
@@ -133,6 +162,19 @@ def test_a_set_of_which_nothing_passes_has_no_plot() -> None:
     assert not passes({1: flat})
     (text,) = pages({"mbpp": {1: flat}})
     assert "png" not in text
+
+
+def test_tables_of_summaries_have_rouge_2_in_place_of_passing() -> None:
+    compared = summary(8) | {"scores": ["rouge2", "rougeL"]}
+    for line in compared["lines"]:
+        del line["pass@1"]
+        for which in ("first", "all"):
+            line[f"rouge2_{which}"] = line.pop(f"passed_{which}")
+            line[f"rougeL_{which}"] = {"mean": 0.99}
+    (text,) = pages({"summaries": {8: compared}})
+    assert "![ROUGE-2@First and ROUGE-2@All over the time budget]" in text
+    assert "| no budget | finished by 1 s, % | all there after, s | ids of plain |" in text
+    assert "| 8 | plain | 10.0 / 15.0 | 20.0 / 25.0 | 30.0 / 35.0 | 40.0 / 45.0 | 50.0 / 55.0 | 50.0 | 1.23 |  |" in text
 
 
 def test_the_page_has_the_tables_of_the_files() -> None:

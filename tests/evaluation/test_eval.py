@@ -428,7 +428,7 @@ def test_a_set_of_summaries_from_end_to_end(capsys: pytest.CaptureFixture[str], 
     code, out, _ = shoal(capsys, *common, "--output", tmp_path / "out", "--time-budget", "1e-6,inf", "--json")
     assert code == 0
     summary = json.loads(out)
-    assert summary["scores"] == ["rougeL", "rouge1", "rouge2"]
+    assert summary["scores"] == ["rouge2", "rougeL", "rouge1"]  # curves and comparisons are of the first, as in BASS
     assert [line["budget"] for line in summary["lines"]] == [1e-6] * 3 + [None] * 3
     assert all(pair["same_ids"] == pair["samples"] == 4 for pair in summary["against"])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"settings.json", SAMPLES, GRADES, SUMMARY, FIGURE, PAGE}

@@ -216,7 +216,7 @@ def _read_document(tokenizer: Any, document: Document, chat: bool) -> str | list
 
 
 PASSED = "passed"
-ROUGE = ("rougeL", "rouge1", "rouge2")
+ROUGE = ("rouge2", "rougeL", "rouge1")
 
 Completions = Iterable[tuple[str, str]]
 """The task ids and completions."""

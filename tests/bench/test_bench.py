@@ -147,7 +147,33 @@ def test_rates_count_the_drafter(pair: Shoal) -> None:
     with_drafts = rates(pair, work, run, drafter)
     alone = target.done(3, 24, 6, context)
     assert with_drafts == pytest.approx([a + b for a, b in zip(alone, drafter.done(9, 18, 18, context), strict=True)])
-    assert rates(pair, work, run) == pytest.approx(alone)  # a drafter of counts alone
+    assert rates(pair, work, run) is None  # no share leaves passes of a drafter out
+    text = replace(run, stats=replace(counts, draft_passes=0))
+    assert rates(pair, work, text) == pytest.approx(alone)  # a drafter of counts alone
+
+
+def test_the_load_of_the_targets_own_layers_by_hand(tmp_path: Path) -> None:
+    target, _ = save_pair(tmp_path)
+    with load(target, dtype="float32") as plain:
+        whole = Load.of(plain.target)
+        layers = plain.target.hf.config.num_hidden_layers
+        head = plain.target.hf.lm_head.weight.numel()
+        one = sum(each.numel() for each in plain.target.hf.model.layers[0].parameters())
+        norm = plain.target.hf.model.norm.weight.numel()
+    assert whole is not None
+    loads = {}
+    for draft in ("self:exit=1", "self:window=5,sinks=2", "self:window=5,sinks=2,exit=1", "self", "suffix"):
+        with load(target, draft=draft, dtype="float32") as model:
+            loads[draft] = Load.of_drafter(model)
+    first = loads["self:exit=1"]
+    assert first is not None
+    assert first.flops == pytest.approx(2 * (head + one), abs=2 * norm)
+    assert (first.attention_flops, first.kv) == (whole.attention_flops / layers, whole.kv / layers)
+    assert first.weights == pytest.approx(whole.weights * first.flops / whole.flops)
+    assert loads["self:window=5,sinks=2"] == replace(whole, window=7)
+    assert loads["self:window=5,sinks=2,exit=1"] == replace(first, window=7)
+    assert loads["self"] is loads["suffix"] is None  # chosen from round to round; reads text
+    assert replace(whole, window=7).done(1, 3, 2, 100.0) == whole.done(1, 3, 2, 7.0)
 
 
 def test_the_load_of_heads_is_that_of_their_own_weights(tmp_path: Path) -> None:

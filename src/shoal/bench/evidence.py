@@ -12,6 +12,7 @@ apart: the share is that of decoding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,8 +24,10 @@ from shoal.bench.decoding_methods import PLAIN, Method
 from shoal.bench.measure import Identity, compared, first_difference
 from shoal.bench.report import Checked
 from shoal.bench.work import Case, Ids, Run, Work
+from shoal.drafting.early_exit import EarlyExitDrafter
 from shoal.drafting.following import learner_of
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.reduced_cache import ReducedCacheDrafter
 from shoal.errors import InternalError
 from shoal.models.runner import Runner
 
@@ -152,12 +155,14 @@ class Load:
         attention_flops: the operations per position and token attended to.
         weights: the bytes per pass.
         kv: the bytes per token attended to.
+        window: the number of tokens that are attended to at most.
     """
 
     flops: float
     attention_flops: float
     weights: float
     kv: float
+    window: float = math.inf
 
     @staticmethod
     def of(runner: Runner) -> Load | None:
@@ -190,11 +195,17 @@ class Load:
     def of_drafter(pair: Shoal) -> Load | None:
         """Computes the load of a pair's drafter; of heads, that of their own weights.
 
-        It is None for drafters without weights of their own.
+        It is None for drafters that read text, and for the target's own layers where their number
+        is chosen from round to round.
         """
         drafter = pair.new_drafter()
         if isinstance(drafter, ModelDrafter):
             return Load.of(drafter.runner)
+        if isinstance(drafter, EarlyExitDrafter):
+            return None if drafter.exit is None else Load.of_exit(pair.target, drafter.exit)
+        if isinstance(drafter, ReducedCacheDrafter):
+            whole = Load.of_exit(pair.target, drafter.exit)
+            return whole and replace(whole, window=drafter.window + drafter.sinks)
         if (learner := learner_of(drafter)) is None:
             return None
         theirs = {id(one) for one in pair.target.hf.parameters()}
@@ -202,12 +213,25 @@ class Load:
         size = sum(one.numel() for one in own)
         return Load(2.0 * size, 0.0, float(sum(one.nbytes for one in own)), 0.0)
 
+    @staticmethod
+    def of_exit(runner: Runner, layers: int | None) -> Load | None:
+        """Computes the load of a model's first layers and its head; None = all layers."""
+        whole = Load.of(runner)
+        if whole is None or layers is None:
+            return whole
+        share = layers / runner.hf.config.get_text_config().num_hidden_layers
+        head = 2.0 * runner.hf.get_output_embeddings().weight.numel()
+        flops = head + (whole.flops - head) * share
+        attention, weights = whole.attention_flops * share, whole.weights * flops / whole.flops
+        return Load(flops, attention, weights, whole.kv * share)
+
     def done(self, passes: int, positions: int, rows: int, context: float) -> tuple[float, float]:
         """Computes (operations, bytes) of passes over a number of positions.
 
         Args:
             rows: rows times passes.
         """
+        context = min(context, self.window)
         return positions * (
             self.flops + self.attention_flops * context
         ), passes * self.weights + rows * context * self.kv
@@ -218,11 +242,14 @@ def rates(
 ) -> tuple[float, float] | None:
     """Computes (operations, bytes) per second of a run; None if its passes are not counted.
 
+    A drafter with passes and without a known load makes it None: no share leaves a drafter out.
     The drafter is counted with a position per drafted token: catching up after a full acceptance is
     left out.
     """
     stats, target = run.stats, Load.of(pair.target)
     if stats is None or target is None:
+        return None
+    if drafter is None and stats.draft_passes:
         return None
     seconds = stats.seconds_rounds or run.seconds
     prefills, prompt = (0, 0) if stats.seconds_rounds else (stats.prefills, stats.prefill_tokens)

@@ -45,13 +45,14 @@ class EarlyExitDrafter(Drafter):
         exit: the number of layers that draft; None = chosen, together with the draft length.
 
     Attributes:
+        exit: the argument.
         choice: the choice of the exit; None if the exit is given.
     """
 
     name = "self"
 
     def __init__(self, exit: int | None = None) -> None:
-        self._exit = exit
+        self.exit = exit
         self._exits: dict[int, ModelDrafter] = {}
         self._attached: Runner | None = None
         self.choice: ExitChoice | None = None
@@ -60,7 +61,7 @@ class EarlyExitDrafter(Drafter):
 
     def attach(self, target: Runner) -> None:
         self._attached, self._exits = target, {}
-        if self._exit is None:
+        if self.exit is None:
             layers = layer_count(target)
             self.choice, self._head = (
                 ExitChoice(candidates(layers), layers, _head_share(target)),
@@ -87,8 +88,8 @@ class EarlyExitDrafter(Drafter):
 
     def _chosen(self, most: int) -> tuple[int, int]:
         """Returns the exit that drafts, and the draft length."""
-        if self._exit is not None:
-            return self._exit, most
+        if self.exit is not None:
+            return self.exit, most
         assert self.choice is not None
         self._measuring = self.choice.due()
         self._target.hidden_layers = tuple(self.choice.exits) if self._measuring else ()

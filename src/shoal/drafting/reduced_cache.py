@@ -39,20 +39,20 @@ class ReducedCacheDrafter(Drafter):
     name = "self"
 
     def __init__(self, window: int, sinks: int, exit: int | None = None) -> None:
-        self._window, self._sinks, self._exit = window, sinks, exit
+        self.window, self.sinks, self.exit = window, sinks, exit
         self._drafter: _WithPart | None = None
 
     def attach(self, target: Runner) -> None:
-        layers = layer_count(target) if self._exit is None else self._exit
+        layers = layer_count(target) if self.exit is None else self.exit
         runner = (
             target.over_same_cache(target.hf, target.lean)
-            if self._exit is None
+            if self.exit is None
             else first_layers(target, layers)
         )
         runner.cache = target.new_cache()
-        slots = _PartSlots(runner, target, self._window, self._sinks, layers)
+        slots = _PartSlots(runner, target, self.window, self.sinks, layers)
         self._drafter = _WithPart(runner, target.vocab_size, slots)
-        self.memory = _PartMemory(slots, self._window + self._sinks + ROOM)
+        self.memory = _PartMemory(slots, self.window + self.sinks + ROOM)
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         if self._drafter is None:

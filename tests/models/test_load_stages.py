@@ -93,7 +93,10 @@ def test_without_a_callback_the_log_has_a_line_for_each(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_shows_them_in_the_place_of_an_open_line(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     screen = io.StringIO()
     shown = Console(file=screen, force_terminal=terminal, width=100, highlight=False)
@@ -105,6 +108,9 @@ def test_a_terminal_shows_them_in_the_place_of_an_open_line(
             LOG.info("between")
             three_stages()
         assert outer.live.is_started == terminal
+    assert caplog.records == []  # a package that gave the root a handler, as rouge-score's does, prints nothing twice
+    LOG.warning("afterwards")
+    assert [record.getMessage() for record in caplog.records] == ["afterwards"]
     assert logging.getLogger("shoal").handlers == []
     assert all((said in screen.getvalue()) == terminal for said in ("loading ...", SENTENCES[-1]))
     assert capsys.readouterr() == ("", "")
@@ -154,7 +160,8 @@ def test_a_pipe_gets_a_line_of_the_innermost_display_every_so_often(monkeypatch:
         line.clear()  # before a result on stdout
         assert line.text == "the next check"
     with progress.progress_bar() as bar:
-        bar.expect(3)
+        bar.expect(3, "sampling")
+        lines_until("0 of 3, sampling")
         bar.step("plain")
         lines_until("1 of 3, plain")
     assert console.StatusLine.printed == []

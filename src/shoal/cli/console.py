@@ -179,9 +179,10 @@ class _Notes(logging.Handler):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Takes records during the block, beside the other handlers."""
+        """Takes records during the block; the root's handlers, of whatever package, do not."""
         log = logging.getLogger("shoal")
-        level = log.level
+        level, propagate = log.level, log.propagate
+        log.propagate = False
         log.addHandler(self)
         log.setLevel(logging.INFO)
         try:
@@ -189,6 +190,7 @@ class _Notes(logging.Handler):
         finally:
             log.removeHandler(self)
             log.setLevel(level)
+            log.propagate = propagate
 
 
 @contextmanager

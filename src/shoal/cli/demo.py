@@ -46,8 +46,8 @@ PROMPT = '''def multiply_above_4(values):
 WARM_UP_TOKENS = 16
 CHECKED_LENGTH = 4  # draft length of the greedy comparison where `auto` drafts nothing
 NOT_DRAFTED = (
-    "no speed-up: by the times measured here drafts did not pay, so nothing was drafted and "
-    "both columns are plain decoding; "
+    "no speed-up: by the times measured here drafts did not pay, so the timed runs drafted nothing "
+    "and both columns are plain decoding (samples above were drawn while it was found out); "
     f"--lookahead {CHECKED_LENGTH} drafts anyway"
 )
 

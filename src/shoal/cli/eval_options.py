@@ -50,7 +50,7 @@ Value = TypeVar("Value")
 def with_progress(what: str, results: Iterable[Value], total: int) -> Iterator[Value]:
     """Yields the results, with a bar and the time left on stderr."""
     with progress_bar() as bar:
-        bar.expect(total)
+        bar.expect(total, what)
         for result in results:
             bar.step(what)
             yield result

@@ -118,9 +118,7 @@ class PairNames:
     ] = None
     draft: Annotated[
         str | None,
-        models_option(
-            "--draft", "-d", help=f"{draft_help()} With --model and without it, plain decoding."
-        ),
+        models_option("--draft", "-d", help=f"{draft_help()} Without it, --model decodes plainly."),
     ] = None
 
     def __post_init__(self) -> None:
@@ -181,7 +179,7 @@ class ModelSource(PlacedPair):
         models_option(
             "--expert",
             help="Third model, which --guidance leads towards instead of the target (proxy "
-            "tuning), like --model; draft = the draft model, target = it.",
+            "tuning), like --model; draft = the draft model, target = the target.",
         ),
     ] = None
     revision: Annotated[

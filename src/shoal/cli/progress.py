@@ -42,10 +42,11 @@ class Bar:
         self.left: Callable[[], float | None] = lambda: None
         self.steps, self.made, self.started = 0, 0, monotonic()
 
-    def expect(self, steps: int) -> None:
+    def expect(self, steps: int, text: str = "") -> None:
+        """Sets the number of steps, and the name of the first one."""
         self.steps, self.started = steps, monotonic()
-        self.progress.update(self.task, total=steps)
-        self.line.say(f"0 of {steps}")
+        self.progress.update(self.task, description=text, total=steps)
+        self.line.say(", ".join(filter(None, [f"0 of {steps}", text])))
 
     def step(self, text: str) -> None:
         """Counts a step, and shows its name and the time that is left."""

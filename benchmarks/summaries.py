@@ -3,9 +3,9 @@
     pip download --no-deps aclsum && unzip -q aclsum-*.whl 'aclsum/dataset/*.jsonl' -d build
     python benchmarks/summaries.py build/aclsum/dataset/test.jsonl build/summaries.jsonl
 
-ACLSum (Takeshita et al. 2024, arXiv 2403.05303) has papers of the ACL Anthology with three sentences that annotators wrote of each: its
-challenge, its approach and its outcome. The package `aclsum` ships them, so that nothing has to be downloaded from a hub. The reference is the sentence
-on the approach, which says most of what one sentence of an abstract would.
+ACLSum (Takeshita et al. 2024, arXiv 2403.05303) has papers of the ACL Anthology with three sentences that annotators wrote of each:
+its challenge, its approach and its outcome. The package `aclsum` ships them, so that nothing has to be downloaded from a hub. The
+reference is the sentence on the approach, which says most of what one sentence of an abstract would.
 """
 
 from __future__ import annotations

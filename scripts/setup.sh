@@ -10,11 +10,31 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 part=${1:?core, dev, tools or llama}
+case $part in
+core | dev | tools | llama) ;;
+*)
+    echo "setup: there is no part '$part'; there are core, dev, tools and llama" >&2
+    exit 2
+    ;;
+esac
 venv=${VENV:-.venv} constraints=${CONSTRAINTS:-constraints.txt}
 read -ra pip_args <<<"${PIP_ARGS:-}"
 torch_version=$(sed -n 's/^torch==//p' "$constraints")
 
 say() { echo "setup: $*" >&2; }
+
+# A sign of life every half minute, as pip says nothing for minutes; the pause ends with it, and holds no pipe open.
+signs() {
+    trap 'kill "$pause" 2>/dev/null; exit' TERM
+    while :; do
+        sleep 30 &
+        pause=$!
+        wait "$pause"
+        say "still at it after $SECONDS s"
+    done
+}
+signs &
+trap "kill $!" EXIT
 
 pip_install() {
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$constraints" ${pip_args[@]+"${pip_args[@]}"} "$@"

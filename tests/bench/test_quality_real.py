@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import summaries
 
 import quality_tables
+import summaries
 from quality_tables import PAGE, keep, kept, pages, passes, written
 from shoal.evaluation.tasks import Document, read_documents
 

@@ -111,8 +111,9 @@ def test_the_estimator_does_not_change_what_is_drawn(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_what_takes_the_place_of_a_refused_token_has_its_own_log_probability(k: int) -> None:
-    draft = scripted(mixed(SCRIPT, hashed(V, 9), every=2), V) if k else None
-    engine = engine_of(scripted(SCRIPT, V), draft, Fixed(k), max_batch=50, eos=[EOS])
+    """Of logits in float32, of which the kernel in C computes log-probabilities along with its verdict."""
+    draft = scripted(mixed(SCRIPT, hashed(V, 9), every=2), V, dtype=torch.float32) if k else None
+    engine = engine_of(scripted(SCRIPT, V, dtype=torch.float32), draft, Fixed(k), max_batch=50, eos=[EOS])
     rows = engine.submit(Request(PROMPT, 50, Sampling(seed=4), Limits(max_new_tokens=NEW), constraints=(Asked(),)))
     while engine.step():
         pass

@@ -343,6 +343,40 @@ def test_a_pattern_that_cannot_be_kept_is_named(pattern: str, said: str) -> None
     assert "parse error" not in str(error.value)
 
 
+MEANT = [
+    ({"type": "string", "pattern": '^[^"]*$'}, ["", "a", "\\"], ['"', 'a"']),
+    ({"type": "string", "pattern": r"^[^\\]$"}, ["a", '"', "\n"], ["\\"]),
+    ({"type": "string", "pattern": r"^[\x00-\x1f]$"}, ["\n", "\t"], ["\\", '"', " "]),
+    ({"type": "string", "pattern": r"^[\u0000-\u0020]\p{Cc}$"}, [" \n"], ['"\n', '\n"', "\n\\"]),
+    ({"patternProperties": {'^[^"]$': {"type": "null"}}, "additionalProperties": False}, [{"a": None}, 1], [{'"': None}]),
+    ({"type": "string", "pattern": "^[[a]$"}, ["[", "a"], ["b"]),
+    ({"type": "string", "pattern": "^[[:alpha:]]$"}, ["a]", ":]", "[]"], ["a", "x]", "b"]),
+    ({"type": "string", "pattern": "^[a&&b]$"}, ["a", "b", "&"], ["c"]),
+    ({"type": "string", "pattern": "^[ab~~bc]$"}, ["b", "~"], ["d"]),
+    ({"type": "string", "pattern": "^[^]a[]$"}, ["b"], ["]", "a", "["]),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, [0.1, 0.5, 1e-4], [0, 0.0, 0.6]),
+    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.1, 0.999], [0, 1]),
+    ({"type": "number", "minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, [0.1], [0]),
+    ({"type": "number", "exclusiveMinimum": 2, "exclusiveMaximum": 2.5}, [2.1], [2, 2.5]),
+    ({"type": "number", "exclusiveMinimum": -0.5, "exclusiveMaximum": 0}, [-0.1], [0, -0.0, -0.5]),
+    ({"type": "number", "minimum": -2.5, "exclusiveMaximum": -2}, [-2.1, -2.5], [-2, -2.0]),
+    ({"type": "string", "minLength": 1.0, "maxLength": 2.0}, ["a", "😀😀"], ["", "abc"]),
+    ({"properties": {"a": {"type": "null"}}, "unevaluatedProperties": False, "type": "object"}, [{}, {"a": None}], [{"b": 1}]),
+    ({"type": "array", "prefixItems": [{"type": "null"}], "unevaluatedItems": False}, [[None], []], [[None, None]]),
+    ({"type": "array", "items": {"type": "null"}, "unevaluatedItems": True}, [[None]], [[1]]),
+    ({"$schema": "https://json-schema.org/draft-07/schema#", "type": "null"}, [None], [1]),
+    ({"$schema": "https://spec.openapis.org/oas/3.1/dialect/base", "type": "null"}, [None], [1]),
+    ({"propertyNames": {"const": "a"}, "additionalProperties": {"type": "null"}}, [{"a": None}, {}, 1], [{"b": None}]),
+]  # fmt: skip
+"""Schemas that the grammar library reads otherwise, or not at all, with values that fit and others."""
+
+
+@pytest.mark.parametrize(("schema", "taken", "left"), MEANT, ids=lambda value: json.dumps(value)[:60])
+def test_what_a_schema_means_decides(schema: dict[str, Any], taken: list[Any], left: list[Any]) -> None:
+    texts = [json.dumps(value, ensure_ascii=False) for value in taken + left]
+    assert [text for text in texts if fits(of(schema), text)] == texts[: len(taken)]
+
+
 @pytest.mark.parametrize("name", ["int64", "path", "json-string", "no such format", "jsonpath"])
 def test_other_formats_are_remarks(name: str) -> None:
     """As the standard has it."""
@@ -517,6 +551,7 @@ def test_what_is_proved_is_true(schemas: list[Any], definitions: dict[str, Any])
         ({"oneOf": [{"minimum": 1}, {"maximum": 1}]}, 'use "anyOf"'),
         ({"$ref": "https://a.test/b"}, 'https://a.test/b" is another document: copy it into $defs'),
         ({"items": {"$ref": "#/$defs/none"}}, '"#/$defs/none" leads nowhere'),
+        ({"allOf": [{"required": ["a"]}], "unevaluatedProperties": False}, '"unevaluatedProperties" cannot be kept'),
     ],
 )
 def test_a_refusal_speaks_of_the_schema(schema: dict[str, Any], said: str) -> None:

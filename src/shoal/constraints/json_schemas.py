@@ -14,10 +14,15 @@ from typing import Any
 from shoal.constraints.schema_checks import (
     BOUNDS,
     inward,
+    readable_pattern,
     require_exact,
     require_levels,
     too_deep,
+    with_counts,
+    with_open_units,
     with_orders,
+    without_looks,
+    without_unevaluated,
 )
 from shoal.constraints.schema_proofs import REMARKS, Proofs, resolved
 from shoal.errors import RequestError
@@ -113,7 +118,7 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
     try:
         root = json.loads(text)
         require_levels(root)
-        root = {} if root is True else root  # which no options can be given with
+        root = {} if root is True else _of_known_version(root)  # True has no room for options
         own = root.get("x-guidance") if isinstance(root, dict) else None
         text = json.dumps(_DocumentReader(root).bounded(root), allow_nan=False, ensure_ascii=False)
         text.encode()
@@ -132,6 +137,21 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
         return text, {}
     blanks = isinstance(own, dict) and ("whitespace_flexible" in own or "whitespace_pattern" in own)
     return text, ESCAPES | ({} if blanks else WHITESPACE[whitespace])
+
+
+def _of_known_version(root: Any) -> Any:
+    """Returns a document with a `$schema` that llguidance knows, or without one.
+
+    It would take another for a document to load.
+    """
+    if not isinstance(root, dict) or not isinstance(root.get("$schema"), str):
+        return root
+    draft = re.fullmatch(r"https?://json-schema[.]org/(draft[-/][\w-]+)/schema#?", root["$schema"])
+    rest = {keyword: value for keyword, value in root.items() if keyword != "$schema"}
+    if draft is None:
+        return rest
+    secure = "s" if "/" in draft[1] else ""  # since 2019-09
+    return {"$schema": f"http{secure}://json-schema.org/{draft[1]}/schema#", **rest}
 
 
 class _DocumentReader:
@@ -164,12 +184,17 @@ class _DocumentReader:
         for keyword in ("const", "enum"):
             require_exact(schema.get(keyword))
         schema = {k: inward(k, v) if k in BOUNDS else v for k, v in schema.items()}
+        schema = with_open_units(with_counts(without_unevaluated(schema)))
         schema = _without_listed_patterns(self._with_named_keys(schema))
         _require_countable(schema)
         made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}
         made = _bounded_format(made)
         if "pattern" in schema:
-            made = _without_looks(made | {"pattern": _without_edges(schema["pattern"])})
+            made = without_looks(made | {"pattern": readable_pattern(schema["pattern"])})
+        if isinstance(by_pattern := made.get("patternProperties"), dict):
+            made["patternProperties"] = {
+                readable_pattern(one): by_pattern[one] for one in by_pattern
+            }
         if "uniqueItems" in schema:
             made = with_orders(made, self._items(schema))
         return self._any_of(schema, made)
@@ -189,8 +214,9 @@ class _DocumentReader:
             return rest
         if {"properties", "patternProperties"} & schema.keys():
             return schema
-        if [*said] == ["enum"] and all(isinstance(one, str) for one in said["enum"]):
-            keys = {"properties": dict.fromkeys(said["enum"], values)}
+        names = said["enum"] if [*said] == ["enum"] else [*said.values()]
+        if [*said] in (["enum"], ["const"]) and all(isinstance(one, str) for one in names):
+            keys = {"properties": dict.fromkeys(names, values)}
         elif said.keys() <= {"minLength", "maxLength"}:
             least, most = said.get("minLength", 0), said.get("maxLength", "")
             keys = {"patternProperties": {f"^.{{{least},{most}}}$": values}}
@@ -299,47 +325,6 @@ def remarks(text: str) -> list[str]:
     except (ValueError, RecursionError):
         return []  # reading it says why it cannot be used
     return [*found]
-
-
-_WORDS = r"\[(?:[a-z]-[a-z]|[A-Z]-[A-Z]|\d-\d|[A-Za-z0-9_])+\]"
-_WORD = rf"(?:(?<!\\)[A-Za-z0-9_]|\\[wd]|(?<!\\){_WORDS})"
-EDGES = (
-    (re.compile(rf"^\^\\b(?={_WORD}(?![*?{{]))"), "^"),
-    (re.compile(rf"({_WORD}(?:\+|\{{[1-9]\d*(?:,\d*)?\}})?)\\b\$$"), r"\1$"),
-)
-"""The ends of a text where `\\b` says nothing: a word's character stands beside it anyway."""
-
-
-def _without_edges(pattern: Any) -> Any:
-    """Returns a pattern without `\\b` where it says nothing; the grammar library has none."""
-    if not isinstance(pattern, str) or re.search(r"\||\\[xupPck]", pattern):
-        return pattern
-    for edge, rest in EDGES:
-        pattern = edge.sub(rest, pattern)
-    return pattern
-
-
-LOOK = re.compile(r"\(\?=((?:[^()\[\]\\|]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
-"""A look ahead at a text without groups and alternatives."""
-
-
-def _without_looks(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with a pattern for each look ahead at the beginning of its pattern.
-
-    All of them hold, as of `^(?=.*[0-9])(?=.*[a-z]).{8,}$`; other looks are left, and refused.
-    """
-    pattern = schema["pattern"]
-    if not isinstance(pattern, str) or not pattern.startswith("^(?=") or "allOf" in schema:
-        return schema
-    place, looks = 1, list[str]()
-    while look := LOOK.match(pattern, place):
-        looks.append(f"^{look[1]}")
-        place = look.end()
-    rest = pattern[place:]
-    if not looks or "|" in rest or "(?=" in rest or "(?!" in rest or "(?<" in rest:
-        return schema
-    own = {keyword: value for keyword, value in schema.items() if keyword != "pattern"}
-    return own | {"allOf": [{"pattern": one} for one in (*looks, f"^{rest}")]}
 
 
 def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,10 @@
-"""Checks of JSON schemas: numbers and depths that the grammar library would misread.
+"""Checks of JSON schemas: numbers, depths and patterns that the grammar library would misread.
 
 Numbers and depths: the library computes with doubles and 64-bit integers: 725653563933458431
 becomes ...432, and the constant -2^63 ends the process. It reads documents of some 120 levels.
+
+Patterns: its classes are those of another language, and one of all control characters, as `[^"]`,
+takes `\\"`.
 
 Orders: `uniqueItems` over a few values, which llguidance does not read, is rewritten as
 alternatives, one per order of the values.
@@ -10,12 +13,13 @@ alternatives, one per order of the values.
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal
 from itertools import permutations
 from math import perm
 from typing import Any
 
-from shoal.constraints.schema_proofs import REMARKS, TYPES, comparable
+from shoal.constraints.schema_proofs import REMARKS, TYPES, comparable, is_number
 from shoal.errors import RequestError
 
 EXACT = 2**53
@@ -92,10 +96,142 @@ def inward(keyword: str, bound: Any) -> Any:
     return int(math.nextafter(rounded, way * math.inf) if outside else rounded)
 
 
+def with_open_units(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema without exclusive whole bounds whose other bound is less than 1 away.
+
+    The grammar library takes 2 for a number above 2 and at most 2.5. A number next to the bound
+    takes its place: 1e-20 for 0, which has the most digits that are written, else one of 15 digits.
+    """
+    made = dict(schema)
+    sides = (("exclusiveMinimum", "minimum", "aximum"), ("exclusiveMaximum", "maximum", "inimum"))
+    for keyword, own, other in sides:
+        way = BOUNDS[keyword]
+        bound: Any = schema.get(own) if schema.get(keyword) is True else schema.get(keyword)
+        ends: list[Any] = [schema.get(f"m{other}"), schema.get(f"exclusiveM{other}")]
+        near = is_number(bound) and any(
+            is_number(end) and 0 < (end - bound) * way < 1 for end in ends
+        )
+        if near and bound == int(bound) and bound * way >= 0:
+            del made[keyword]
+            made[own] = way * (abs(bound) + 10.0 ** (len(str(int(bound))) - 15) if bound else 1e-20)
+    return made
+
+
 def _parts(whole: Any) -> list[Any]:
     if isinstance(whole, dict):
         return list(whole.values())
     return whole if isinstance(whole, list) else []
+
+
+_WORDS = r"\[(?:[a-z]-[a-z]|[A-Z]-[A-Z]|\d-\d|[A-Za-z0-9_])+\]"
+_WORD = rf"(?:(?<!\\)[A-Za-z0-9_]|\\[wd]|(?<!\\){_WORDS})"
+EDGES = (
+    (re.compile(rf"^\^\\b(?={_WORD}(?![*?{{]))"), "^"),
+    (re.compile(rf"({_WORD}(?:\+|\{{[1-9]\d*(?:,\d*)?\}})?)\\b\$$"), r"\1$"),
+)
+"""The ends of a text where `\\b` says nothing: a word's character stands beside it anyway."""
+
+
+def _without_edges(pattern: str) -> str:
+    """Returns a pattern without `\\b` where it says nothing; the grammar library has none."""
+    if re.search(r"\||\\[xupPck]", pattern):
+        return pattern
+    for edge, rest in EDGES:
+        pattern = edge.sub(rest, pattern)
+    return pattern
+
+
+ATOM = re.compile(
+    r"(?s:(?P<set>\\[pP](?:\{[^}]*\}|.))|(?P<nul>\\x00|\\u0000|\0)|\\."
+    r"|(?P<begin>\[\^?)(?P<first>\]?)|(?P<end>\])|(?P<pair>&&|~~|--)|.)"
+)
+"""The parts of a pattern: sets by a property, NUL, escapes, and the marks of classes."""
+
+
+def readable_pattern(pattern: Any) -> Any:
+    """Returns a pattern as llguidance has to read it for the meaning that JSON Schema gives it.
+
+    Its classes know nested ones (`[`, `[:alpha:]`) and operators (`&&`). And a class of all control
+    characters, as `[^"]` is, takes all escapes, `\\"` among them; without NUL, which no text has,
+    it takes its own.
+    """
+    if not isinstance(pattern, str):
+        return pattern
+    made, inside = "", False
+    for atom in ATOM.finditer(_without_edges(pattern)):
+        text = atom[0]
+        if atom["set"]:
+            text = rf"[{text}--\x00]"
+        elif atom["nul"]:
+            text = r"\x01"
+        elif atom["begin"] and inside:
+            text, inside = rf"\{text}", not atom["first"]
+        elif atom["begin"]:
+            behind = r"\x00" if atom["begin"] == "[^" else ""
+            text = atom["begin"] + behind + (r"\]" if atom["first"] else "")
+            inside = True
+        elif inside and atom["pair"]:
+            text = rf"{text[0]}\{text[1]}"
+        elif atom["end"]:
+            inside = False
+        made += text
+    return made
+
+
+LOOK = re.compile(r"\(\?=((?:[^()\[\]\\|]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
+"""A look ahead at a text without groups and alternatives."""
+
+
+def without_looks(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with a pattern for each look ahead at the beginning of its pattern.
+
+    All of them hold, as of `^(?=.*[0-9])(?=.*[a-z]).{8,}$`; other looks are left, and refused.
+    """
+    pattern = schema["pattern"]
+    if not isinstance(pattern, str) or not pattern.startswith("^(?=") or "allOf" in schema:
+        return schema
+    place, looks = 1, list[str]()
+    while look := LOOK.match(pattern, place):
+        looks.append(f"^{look[1]}")
+        place = look.end()
+    rest = pattern[place:]
+    if not looks or "|" in rest or "(?=" in rest or "(?!" in rest or "(?<" in rest:
+        return schema
+    own = {keyword: value for keyword, value in schema.items() if keyword != "pattern"}
+    return own | {"allOf": [{"pattern": one} for one in (*looks, f"^{rest}")]}
+
+
+_COUNTS = tuple(
+    f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
+)
+
+
+_BESIDE = (
+    *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
+    *("dependentSchemas", "contains"),
+)
+
+
+def without_unevaluated(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with `additionalProperties` and `items` for `unevaluated...`.
+
+    They say the same where no other schema beside them says something of the same value.
+    """
+    made = dict(schema)
+    pairs = (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items"))
+    for keyword, other in pairs:
+        if keyword in schema and (schema[keyword] is True or not schema.keys() & {*_BESIDE}):
+            left = made.pop(keyword)
+            made.setdefault(other, left)
+    return made
+
+
+def with_counts(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with counts as integers: 2.0 is one."""
+    return {
+        k: int(v) if k in _COUNTS and isinstance(v, float) and v.is_integer() else v
+        for k, v in schema.items()
+    }
 
 
 MOST_ORDERS, MOST_ITEMS = 120, 5

@@ -252,7 +252,7 @@ def _out_of_range(parts: Sequence[Part]) -> bool:
 
 
 def _bounds(parts: Sequence[Part], keyword: str, exclusive: bool) -> list[tuple[float, bool]]:
-    return [(_double(part[keyword]), exclusive) for part in parts if _is_number(part.get(keyword))]
+    return [(_double(part[keyword]), exclusive) for part in parts if is_number(part.get(keyword))]
 
 
 def _forbids(part: Part, name: str) -> bool:
@@ -263,7 +263,8 @@ def _forbids(part: Part, name: str) -> bool:
     )
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Returns True for numbers of JSON, which true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -33,7 +33,8 @@ class Bounds:
         workdir_bytes: the total size of the files in its directory.
         workdir_files: the number of files in its directory.
         processes: the number of processes and threads at the same time.
-        output_bytes: the bytes of standard output and standard error together.
+        output_bytes: the bytes that are kept of standard output, and of standard error: half from
+            the beginning, half from the end. A program that writes 64 times as many is ended.
     """
 
     cpu_seconds: int = 10
@@ -73,7 +74,7 @@ class StepResult:
         reason: "exit", or the exceeded bound: "time", "memory", "output", "processes", "files";
             "setup": the command could not be started; "stopped": the sandbox was closed.
         returncode: the exit code, or minus the signal that ended it; None if it was killed.
-        stdout: its standard output, up to the bound, without the path of the working directory.
+        stdout: its standard output, cut to the bound, without the path of the working directory.
         stderr: its standard error, likewise.
         seconds: the wall time.
         earlier_stderr: the standard error of the steps before it.

@@ -45,6 +45,7 @@ cgroup, process_tree = _load("cgroup"), _load("process_tree")
 POLL_SECONDS = 0.02, 1.0  # between two checks of the running processes, at least and at most
 OWN_PROCESSES = 4  # of the sandbox itself: sandbox_exec, bubblewrap or unshare and their child
 FOR_SANDBOX_EXEC = ("workdir", "shared", "shared_memory", "visible", "filter")
+FLOOD = 64  # times the output that is kept: more ends a program
 REPORT = 3  # the descriptor on which sandbox_exec.py reports
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -139,6 +140,7 @@ class _Command:
         self.cgroup: str = job["cgroup"]
         self.inspecting_uid = -1 if uid is None or process_tree.may_inspect_all() else uid
         self.written = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
+        self.received = 0
         self.status: int | None = None
         self.began = time.monotonic()
         if self.cgroup:
@@ -208,14 +210,21 @@ class _Command:
         ready, _, _ = select.select([0, *self.pipes], [], [], seconds)
         for pipe in set(ready) - {0}:
             chunk = os.read(pipe, 2**16)
-            self.written[self.pipes[pipe]] += chunk
+            self._keep(self.written[self.pipes[pipe]], chunk)
             if not chunk:
                 os.close(pipe)
                 del self.pipes[pipe]
         return 0 not in ready
 
+    def _keep(self, text: bytearray, chunk: bytes) -> None:
+        """Adds a part of the output, of which the beginning and the end are kept."""
+        text += chunk
+        self.received += len(chunk)
+        half = self.bounds["output_bytes"] // 2
+        del text[half : max(len(text) - half, half)]
+
     def _writes_too_much(self) -> bool:
-        return sum(map(len, self.written.values())) > self.bounds["output_bytes"]
+        return self.received > FLOOD * self.bounds["output_bytes"]
 
     def _has_ended(self) -> bool:
         """Reaps the processes that have ended; True if the command itself is one of them."""
@@ -240,7 +249,7 @@ class _Command:
         return "files" if _is_full(self.folders, self.bounds, unlinked + named) else ""
 
     def _text(self, name: str) -> str:
-        return self.written[name][: self.bounds["output_bytes"]].decode("utf-8", errors="replace")
+        return self.written[name].decode("utf-8", errors="replace")
 
 
 def _start(command: list[str], group: str, uid: int | None) -> tuple[int, dict[int, str]]:

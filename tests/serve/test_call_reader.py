@@ -26,7 +26,7 @@ SCHEMAS = {
     "time": {"properties": {"zone": {"type": "integer"}}},
 }
 ROME, ONE = ("weather", {"city": 'Rome, [so (be {it 5" wide]', "near": ["a]", {"b": ")"}]}), ("time", {"zone": 1})
-JSONS = {"hermes": HERMES, "llama json": LLAMA, "mistral json": MISTRAL}
+JSONS = {"hermes": HERMES, "hermes list": HERMES, "llama json": LLAMA, "mistral json": MISTRAL}
 FORMS: dict[str, CallFormat] = {**{name: form_of(name) for name in TEMPLATES}, **JSONS}
 
 
@@ -36,8 +36,8 @@ def said(name: str, calls: list[tuple[str, Any]]) -> str:
         return written(name, calls)
     form = JSONS[name]
     each = [json.dumps({"name": one, form.arguments: given}) for one, given in calls]
-    if name == "mistral json":
-        return f"[{', '.join(each)}]"
+    if name in ("mistral json", "hermes list"):
+        return f"[{', '.join(each)}]{form.closing}"
     return f"{form.closing}{form.opening}".join(each) + form.closing
 
 

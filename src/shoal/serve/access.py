@@ -54,9 +54,7 @@ class HostCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forwards requests under allowed names to the application."""
-        if scope["type"] == "http" and not self._knows(
-            name := _name(Headers(scope=scope).get("host", ""))
-        ):
+        if scope["type"] == "http" and not self._knows(name := _name(_asked_host(scope))):
             message = (
                 f"this server is not asked under the name {name!r}; start it with "
                 f"--allowed-host {name} if it should be"
@@ -72,6 +70,20 @@ class HostCheck:
             or name in ("", "localhost")
             or _is_address(name)
         )
+
+
+def _asked_host(scope: Scope) -> str:
+    """Returns the host that a request is sent to.
+
+    A request to a proxy has it in its target, `GET http://host/path`, where it counts before the
+    Host header (RFC 9112 3.2.2); the path alone is left in the scope.
+    """
+    if scope["path"].startswith("/") or "://" not in scope["path"]:
+        return Headers(scope=scope).get("host", "")
+    host, _, path = scope["path"].partition("://")[2].partition("/")
+    raw = scope["raw_path"].partition(b"://")[2].partition(b"/")[2]
+    scope["path"], scope["raw_path"] = f"/{path}", b"/" + raw
+    return str(host).rpartition("@")[2]
 
 
 def _name(host: str) -> str:

@@ -310,7 +310,7 @@ class CallReader:
         cut = isinstance(error, json.JSONDecodeError) and (
             error.pos >= len(body.rstrip()) or error.msg.startswith("Unterminated")
         )
-        if cut and self._format.listed and self._value.inner:
+        if cut and body[:1] == "[" and self._value.inner:
             before = len(self._waiting) - len(body)
             listed = body[: self._value.inner - before] + "]"
             calls = self._calls_of(DECODER.decode(listed), listed)
@@ -358,7 +358,7 @@ class CallReader:
 
     def _calls_of(self, value: Any, text: str) -> list[Call] | None:
         """Returns the calls of a value, with their arguments as the text of the value has them."""
-        listed = self._format.listed and isinstance(value, list)
+        listed = isinstance(value, list)
         given, written = (value, json_elements(text)) if listed else ([value], [text])
         calls = []
         for one, own in zip(given, written, strict=True):

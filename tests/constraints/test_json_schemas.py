@@ -377,6 +377,54 @@ def test_what_a_schema_means_decides(schema: dict[str, Any], taken: list[Any], l
     assert [text for text in texts if fits(of(schema), text)] == texts[: len(taken)]
 
 
+PLACE = {
+    "type": "object", "required": ["a"], "additionalProperties": False,
+    "properties": {"a": {"enum": ["x", "y", "z"]}, "b": {"type": "integer"}, "c": {"type": "boolean"}},
+}  # fmt: skip
+FREE = {**PLACE, "required": []}
+CONDITIONS = [
+    PLACE | {"if": {"properties": {"a": {"const": "x"}}}, "then": {"required": ["b"]}},
+    PLACE | {"if": {"properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}, "then": {"required": ["b"]}, "else": False},
+    FREE | {"if": {"properties": {"a": {"const": "x"}}}, "then": {"required": ["b"]}},
+    FREE | {"if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": {"properties": {"b": False}}},
+    FREE | {"if": {"required": ["b"], "properties": {"b": {"minimum": 2}}}, "then": {"required": ["c"]}},
+    FREE | {"if": {"properties": {"c": {"const": True}}, "required": ["c"]}, "else": {"required": ["b"]}},
+    FREE | {"not": {"required": ["b", "c"]}},
+    FREE | {"not": {"anyOf": [{"required": ["b"]}, {"properties": {"a": {"const": "x"}}, "required": ["a"]}]}},
+    PLACE | {"not": {"properties": {"a": {"not": {"enum": ["x", "y"]}}}}},
+    FREE | {"dependentRequired": {"b": ["c"], "c": ["b"]}},
+    FREE | {"dependentSchemas": {"b": {"properties": {"b": {"exclusiveMaximum": 2}}, "required": ["a"]}}},
+    {"$schema": "http://json-schema.org/draft-07/schema#", **FREE, "dependencies": {"b": ["c"], "c": {"required": ["a"]}}},
+    {"type": ["integer", "null", "string"], "not": {"allOf": [{"type": "string"}, {"minLength": 2}]}},
+    {"type": ["integer", "null"], "if": {"type": "null"}, "else": {"not": {"exclusiveMinimum": 1}}},
+    {"type": ["integer", "string"], "not": {"type": ["string", "null"]}},
+    {"type": "array", "items": {"type": "null"}, "not": {"minItems": 2}},
+    {"type": ["array", "string"], "items": {"not": {}}},
+]  # fmt: skip
+SOME = [
+    {name: value for name, value in zip("abc", values, strict=True) if value is not ...}
+    for values in itertools.product(("x", "y", "z", ...), (1, 2, ...), (True, False, ...))
+]
+SOME = [*SOME, None, 0, 1, 2, "", "u", "uv", [], [None], [None, None]]
+
+
+@pytest.mark.parametrize("schema", CONDITIONS, ids=lambda schema: json.dumps(schema)[-60:])
+def test_conditions_hold(schema: dict[str, Any]) -> None:
+    valid = jsonschema.validators.validator_for(schema)(schema).is_valid
+    taken = [value for value in SOME if takes(of(schema), json.dumps(value, separators=(",", ":")))]
+    assert taken == [value for value in SOME if valid(value)]
+    assert 0 < len(taken) < len(SOME)
+
+
+@pytest.mark.parametrize("schema", [
+    {"not": {"const": "a"}}, {"not": {"pattern": "a"}}, {"not": {"type": "integer"}}, {"if": {"$ref": "#"}, "then": {}},
+    {"not": 5}, {"not": {"enum": 5}}, {"not": {"required": "a"}}, {"dependentRequired": 5}, {"not": {}, "allOf": 5},
+])  # fmt: skip
+def test_other_conditions_are_refused_by_name(schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r'"(not|if|dependentRequired)".* cannot be kept'):
+        row_of(of(schema))
+
+
 @pytest.mark.parametrize("name", ["int64", "path", "json-string", "no such format", "jsonpath"])
 def test_other_formats_are_remarks(name: str) -> None:
     """As the standard has it."""

@@ -24,7 +24,7 @@ from shoal.constraints.schema_checks import (
     without_looks,
     without_unevaluated,
 )
-from shoal.constraints.schema_proofs import REMARKS, Proofs, resolved
+from shoal.constraints.schema_proofs import REMARKS, Proofs, resolved, without_conditions
 from shoal.errors import RequestError
 
 WHITESPACE: dict[str, dict[str, Any]] = {
@@ -184,7 +184,8 @@ class _DocumentReader:
         for keyword in ("const", "enum"):
             require_exact(schema.get(keyword))
         schema = {k: inward(k, v) if k in BOUNDS else v for k, v in schema.items()}
-        schema = with_open_units(with_counts(without_unevaluated(schema)))
+        schema = without_conditions(without_unevaluated(schema))
+        schema = with_open_units(with_counts(schema))
         schema = _without_listed_patterns(self._with_named_keys(schema))
         _require_countable(schema)
         made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}

@@ -1,4 +1,5 @@
-"""Proofs about the schemas of one document: which of them no value fits together.
+"""Proofs about the schemas of one document: which of them no value fits together, and schemas of
+what does not fit another one.
 
 A value that fits a schema fits every keyword of it. So a keyword that is not read here only makes
 the answer more careful: a proof from the keywords that are read holds for the whole schemas.
@@ -188,6 +189,102 @@ def _of_types(schema: Schema, types: Sequence[str]) -> Schema:
     if isinstance(named, list) and "$ref" not in schema:
         return {**schema, "type": [t for t in named if {"integer": "number"}.get(t, t) in types]}
     return {"allOf": [schema], "type": list(types)}
+
+
+DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
+"""The keywords that say what holds beside a property."""
+_CONDITIONS = ("not", "if", "then", "else", *DEPENDENT)
+_OPPOSITES = {
+    "minimum": ("number", "exclusiveMaximum", 0),
+    "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0),
+    "exclusiveMaximum": ("number", "minimum", 0),
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+}
+"""The type that a bound is about, the bound of its other values, and the step between the two."""
+
+
+def without_conditions(schema: Part) -> Part:
+    """Returns a schema with alternatives in the place of `not`, `if` and `dependent...`.
+
+    It stays as it is, and is refused, where no schema says what does not fit another one.
+    """
+    if not schema.keys() & {*_CONDITIONS}:
+        return schema
+    try:
+        parts = [*schema.get("allOf", ()), *map(_any_of, _choices(schema))]
+    except (AttributeError, TypeError, ValueError):  # a part is no schema: its reader says so
+        return schema
+    rest = {keyword: value for keyword, value in schema.items() if keyword not in _CONDITIONS}
+    return schema if None in parts else rest | ({"allOf": parts} if parts else {})
+
+
+def _choices(schema: Part) -> Iterator[list[Schema]]:
+    """Yields the alternatives of each condition; None among them where no schema says one."""
+    if "not" in schema:
+        yield [_negated(schema["not"], schema)]
+    if "if" in schema and schema.keys() & {"then", "else"}:
+        then, rest = schema.get("then", True), schema.get("else", True)
+        other = _negated(schema["if"], schema)
+        yield [{"allOf": [schema["if"], then]}, other and {"allOf": [other, rest]}]
+    for keyword in DEPENDENT:
+        for name, then in dict(schema.get(keyword, {})).items():
+            needed = {"required": then} if isinstance(then, list) else then
+            yield [{"properties": {name: False}}, needed]
+
+
+def _any_of(schemas: Sequence[Schema]) -> Schema:
+    """Returns a schema of the values that fit one of several; None if one of them is None."""
+    if None in schemas or len(schemas) < 2:
+        return schemas[0] if len(schemas) == 1 else None if schemas else False
+    return {"anyOf": schemas}
+
+
+def _negated(schema: Schema, beside: Schema) -> Schema:
+    """Returns a schema of the values that do not fit another one; None if it cannot be said.
+
+    Args:
+        schema: the other schema.
+        beside: a schema that the values fit as well.
+    """
+    if not isinstance(schema, dict):
+        return not schema if isinstance(schema, bool) else None
+    beside, said = _dict(beside), {k: v for k, v in schema.items() if k not in REMARKS}
+    return _any_of([_negated_keyword(keyword, value, beside) for keyword, value in said.items()])
+
+
+def _negated_keyword(keyword: str, value: Any, beside: Part) -> Schema:
+    if keyword == "not":
+        return value
+    if keyword in _OPPOSITES and is_number(value):
+        kind, bound, step = _OPPOSITES[keyword]
+        return {"type": kind, bound: value + step} if value + step >= 0 or not step else False
+    if keyword == "type":
+        kinds = value if isinstance(value, list) else [value]
+        left = [kind for kind in TYPES if kind not in kinds]
+        if {*kinds} <= {*TYPES} or "number" in kinds:
+            return {"type": left} if left else False
+    listed = beside.get("enum", [False, True] if beside.get("type") == "boolean" else None)
+    if keyword in ("const", "enum") and listed:
+        taken = [comparable(one) for one in ([value] if keyword == "const" else value)]
+        left = [one for one in listed if comparable(one) not in taken]
+        return {"enum": left} if left else False
+    if keyword == "required" and isinstance(value, list):
+        return _any_of([{"type": "object", "properties": {name: False}} for name in value])
+    if keyword == "properties":
+        beside = _dict(beside.get("properties"))
+        own = {name: _negated(one, beside.get(name)) for name, one in value.items()}
+        return _any_of(
+            [
+                one and {"type": "object", "required": [name], "properties": {name: one}}
+                for name, one in own.items()
+            ]
+        )
+    others = [_negated(one, beside) for one in value] if keyword in ("allOf", "anyOf") else [None]
+    return _any_of(others) if keyword != "anyOf" or None in others else {"allOf": others}
 
 
 def resolved(root: Schema, reference: str) -> Schema:

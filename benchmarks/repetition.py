@@ -1,4 +1,4 @@
-"""Samples of the bundled target that go round in circles, free and with `shoal.sampling.repetition`.
+"""Samples of the bundled target that go round in circles, free and with `shoal.sampling.processors`.
 
     python benchmarks/repetition.py [-n 4] [--tokens 200] [--problems 24] [--json FILE]
 
@@ -22,7 +22,7 @@ from shoal.bench.machine import machine
 from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
-from shoal.sampling.repetition import GrammarRepetitionPenalty, repeated, types_of
+from shoal.sampling.processors import GrammarRepetitionPenalty, repeated, types_of
 
 PROMPTS = (
     "x = [", "NAMES = (", "CODES = {", "WORDS = [\n    'one',\n    'two',\n", "matrix = [[0, 0, 0],", "table = {\n    1: 'a',\n",

@@ -82,7 +82,7 @@ def products(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[
 
 def bytes_of(name: str, x: Tensor, weights: Sequence[Tensor]) -> Iterator[Operation]:
     """The product kernel over weights of one byte, and torch's product of fp8 with rounded activations beside it."""
-    from shoal.models.layers.eight_bit import product
+    from shoal.models.layers.operations import product
 
     scales = torch.full((len(weights[0]),), 1 / 448, device=x.device)
     moved = weights[0].numel() + (x.numel() + len(x) * len(weights[0])) * x.element_size()

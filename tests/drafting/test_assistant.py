@@ -1,6 +1,6 @@
 """Assistants of Gemma 4: drafts by Transformers' definition in ragged batches, exact by their q; refused where they do not fit.
 
-Tests of: models.lent_keys, drafting.assistant, drafting.hidden, drafting.registry.
+Tests of: models.lent_keys, drafting.target_keys, drafting.trained_heads, drafting.registry.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import shoal
 from laws import ALPHA
 from proposals import Proposal, decoded, largest_difference, p_of_two_tokens, recorded, require_tokens_of_plain_decoding
 from shoal.config import Limits, Sampling
-from shoal.drafting import hidden
-from shoal.drafting.assistant import AssistantDrafter
+from shoal.drafting import trained_heads
 from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.target_keys import AssistantDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, UnsupportedModel
 from shoal.lookahead.controller import Fixed
@@ -92,7 +92,7 @@ def of_the_other_kind(keys: LentKeys, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def of_the_last_column(scores: Any, verdict: Any) -> Tensor:
-    return hidden._hidden(scores)[:, -1]
+    return trained_heads._hidden(scores)[:, -1]
 
 
 def one_position_less(model: Any, tokens: Tensor, past_key_values: Any, use_cache: bool, position_ids: Tensor) -> Any:
@@ -109,7 +109,7 @@ def always_the_first_state(model: Any, tokens: Tensor, past_key_values: Any, use
 SABOTAGES: list[tuple[Any, str, Any]] = [
     (LentKeys, "__getitem__", of_the_next_row),
     (LentKeys, "__getitem__", of_the_other_kind),
-    (hidden, "last_kept", of_the_last_column),
+    (trained_heads, "last_kept", of_the_last_column),
     (lent_keys.AssistantModel, "forward", one_position_less),
     (lent_keys.AssistantModel, "forward", always_the_first_state),
 ]

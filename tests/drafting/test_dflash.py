@@ -1,6 +1,6 @@
 """DFlash layers: blocks by their published definition in ragged batches, exact by their q; refused where they do not fit.
 
-Tests of: models.block_layers, drafting.dflash, drafting.eagle3, drafting.registry, drafting.checkpoints.
+Tests of: models.block_layers, drafting.dflash, drafting.eagle3, drafting.registry, drafting.trained_heads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What drafters keep beside their keys and values: counted as it is, bounded by what the plan counts, and heeded by it.
 
-Tests of: drafting.draft_slots, drafting.answers, drafting.corpus, drafting.recycling, drafting.reduced_cache,
+Tests of: drafting.draft_slots, drafting.answers, drafting.corpus, drafting.recycling, drafting.target_keys,
 drafting.eagle3.
 """
 
@@ -26,17 +26,17 @@ from shoal.drafting.answers import AnswerFile, require_answers
 from shoal.drafting.corpus import Corpus, IndexWriter, open_index
 from shoal.drafting.draft_slots import DraftMemory, DraftSlots
 from shoal.drafting.eagle3 import Eagle3Drafter
-from shoal.drafting.hidden import PromptStates
 from shoal.drafting.medusa import MedusaDrafter
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter, TrigramDrafter
 from shoal.drafting.other_vocabulary import OwnMemory
 from shoal.drafting.protocol import Drafter, Keeps
 from shoal.drafting.recycling import RecyclingDrafter
-from shoal.drafting.reduced_cache import ReducedCacheDrafter
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
+from shoal.drafting.target_keys import ReducedCacheDrafter
 from shoal.drafting.text import TextDrafter
+from shoal.drafting.trained_heads import PromptStates
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap

@@ -1,7 +1,7 @@
 """EAGLE-3 heads: what they draft is what the published layout means, in ragged batches; exact by their q; refused where they do not
 fit. That trees drawn from a right q are exact is said by tests/drafting/test_tree_drafters.py.
 
-Tests of: models.eagle3_layer, drafting.growth, drafting.eagle3, drafting.hidden, drafting.shapes,
+Tests of: models.eagle3_layer, drafting.growth, drafting.eagle3, drafting.trained_heads, drafting.shapes,
 drafting.draft.
 """
 
@@ -23,7 +23,7 @@ from eagle_heads import CONFIG, DRAFTS, WIDTH, V, by_definition, random_heads, s
 from exits import run
 from proposals import Proposal, largest_difference, recorded
 from shoal.config import Limits, Sampling
-from shoal.drafting import eagle3, hidden
+from shoal.drafting import eagle3, trained_heads
 from shoal.drafting.draft import read_draft
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
 from shoal.drafting.growth import Node
@@ -163,8 +163,8 @@ def test_nodes_of_trees_are_those_of_the_definition(place: Path, target: Runner)
 
 @torch.inference_mode()
 def test_a_shifted_hidden_state_is_noticed(place: Path, target: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = hidden._hidden
-    monkeypatch.setattr(hidden, "_hidden", lambda scores: real(scores).roll(1, dims=1))
+    real = trained_heads._hidden
+    monkeypatch.setattr(trained_heads, "_hidden", lambda scores: real(scores).roll(1, dims=1))
     drafter = Eagle3Drafter.for_target(target, directory=str(place))
     assert isinstance(drafter, Eagle3Drafter)
     proposals = recorded(drafter)

@@ -1,6 +1,6 @@
 """Drafters that are trained heads: exact whatever they propose, accepted where they are right, refused where they do not fit.
 
-Tests of: drafting.checkpoints, drafting.hidden, drafting.medusa, drafting.sums,
+Tests of: drafting.trained_heads, drafting.trained_heads, drafting.medusa, drafting.sums,
 drafting.suffix, drafting.draft.
 """
 
@@ -16,7 +16,7 @@ from drafts import decoded as decoded_by
 from medusa_heads import HEADS, V, guessing, knowing, save_medusa
 from proposals import require_every_way_in
 from shoal.config import Limits, Sampling
-from shoal.drafting import hidden
+from shoal.drafting import trained_heads
 from shoal.drafting.draft import read_draft
 from shoal.drafting.medusa import MedusaDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
@@ -68,8 +68,8 @@ def test_tokens_are_those_of_plain_decoding(nodes: int, max_batch: int, rule: Ru
 
 def test_a_shifted_hidden_state_costs_acceptance_and_no_exactness(monkeypatch: pytest.MonkeyPatch) -> None:
     right, expected = decoded(MedusaDrafter(knowing(V), 1), Coupled(), 3, 0.0)
-    real = hidden._hidden
-    monkeypatch.setattr(hidden, "_hidden", lambda scores: real(scores).roll(1, dims=1).nan_to_num())
+    real = trained_heads._hidden
+    monkeypatch.setattr(trained_heads, "_hidden", lambda scores: real(scores).roll(1, dims=1).nan_to_num())
     wrong, found = decoded(MedusaDrafter(knowing(V), 1), Coupled(), 3, 0.0)
     assert found == expected
     assert wrong.stats.acceptance_rate < 0.6 * right.stats.acceptance_rate

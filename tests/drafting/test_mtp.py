@@ -24,7 +24,7 @@ from laws import ALPHA
 from mtp_layers import HYBRID, PLAIN, by_definition, save_mtp
 from proposals import Proposal, decoded, largest_difference, p_of_two_tokens, recorded, require_tokens_of_plain_decoding
 from shoal.config import Limits, Sampling
-from shoal.drafting import eagle3, hidden
+from shoal.drafting import eagle3, trained_heads
 from shoal.drafting.draft import read_draft
 from shoal.drafting.eagle3 import Eagle3Drafter
 from shoal.drafting.following import copy_beside
@@ -65,12 +65,15 @@ def difference(target: Runner, drafter: Eagle3Drafter, proposals: Sequence[Propo
 
 def of_rejected_drafts(scores: Any, verdict: Any) -> list[Tensor]:
     """Hidden states of the last columns of a block, whatever was rejected."""
-    return [states[-len(own) :] for states, own in zip(hidden._hidden(scores), hidden.kept(scores, verdict), strict=True)]
+    return [
+        states[-len(own) :]
+        for states, own in zip(trained_heads._hidden(scores), trained_heads.kept(scores, verdict), strict=True)
+    ]
 
 
 def of_another_row(scores: Any, verdict: Any) -> list[Tensor]:
-    own = hidden.kept(scores, verdict)
-    return [other[: len(one)] for one, other in zip(own, hidden._hidden(scores).roll(1, dims=0), strict=True)]
+    own = trained_heads.kept(scores, verdict)
+    return [other[: len(one)] for one, other in zip(own, trained_heads._hidden(scores).roll(1, dims=0), strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +132,8 @@ def test_a_layer_that_knows_is_always_accepted(architecture: str, tmp_path: Path
     assert all(row.tokens == whole[(start := whole.index(row.tokens[0])) : start + len(row.tokens)] for row in rows)
     assert stats.committed == stats.row_rounds + stats.accepted
     assert (stats.drafted, stats.accepted, stats.row_rounds) == (63, 63, 27)
-    real = hidden._hidden
-    monkeypatch.setattr(hidden, "_hidden", lambda scores: real(scores).roll(1, dims=1))
+    real = trained_heads._hidden
+    monkeypatch.setattr(trained_heads, "_hidden", lambda scores: real(scores).roll(1, dims=1))
     shifted, _ = decoded(target, MtpDrafter.for_target(target), Coupled(), 0.0, prompts)
     assert (shifted.stats.drafted, shifted.stats.accepted) == (132, 28)
 

@@ -1,7 +1,7 @@
 """Prompt tokens of PPD: what the drafter reads is what the target says behind them, and nothing else of the pass or the cache knows
 of them; trees of the size that pays; refused where they do not fit.
 
-Tests of: models.executors.executor, drafting.ppd, drafting.probe_trees, models.cache.pass_plan, drafting.draft.
+Tests of: models.executors.executor, drafting.ppd, drafting.shapes, models.cache.pass_plan, drafting.draft.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from prompt_tokens import SHARES, scripted_tokens
 from proposals import require_every_way_in
 from shoal.config import Limits, Sampling
 from shoal.drafting.ppd import PpdDrafter, PromptTokens, load_ppd, pass_times
-from shoal.drafting.probe_trees import chosen, ends, placed, planned, reached
 from shoal.drafting.protocol import Drafter
+from shoal.drafting.shapes import chosen, ends, placed, planned, reached
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
 from shoal.lookahead.controller import by_name

@@ -1,7 +1,7 @@
 """A target that drafts with a part of its cache: drafts are what it says of the first and the most recent tokens at their true
 positions, in ragged batches; the output is that of the whole cache.
 
-Tests of: drafting.reduced_cache, drafting.draft.
+Tests of: drafting.target_keys, drafting.draft.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from exits import ALPHA, PASSES, V, model_of, run, runner_of
 from proposals import p_of_two_tokens, recorded
 from shoal.config import Limits, Sampling
-from shoal.drafting.reduced_cache import ROOM, ReducedCacheDrafter, self_drafter
+from shoal.drafting.target_keys import ROOM, ReducedCacheDrafter, self_drafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name

@@ -1,7 +1,7 @@
 """A target that drafts for itself: what an exit drafts is what it says, in ragged batches over the target's own cache, which stays
 as plain decoding leaves it; exact by the exit's q; refused where there is no such exit.
 
-Tests of: drafting.early_exit, drafting.reduced_cache, models.first_layers, drafting.model, drafting.draft.
+Tests of: drafting.early_exit, drafting.target_keys, models.first_layers, drafting.model, drafting.draft.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from shoal.config import Limits, Sampling
 from shoal.drafting.early_exit import EarlyExitDrafter, ExitChoice, best, candidates, tokens_per_layer
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs, name_of
-from shoal.drafting.reduced_cache import self_drafter
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
+from shoal.drafting.target_keys import self_drafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name

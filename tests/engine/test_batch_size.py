@@ -1,6 +1,6 @@
 """max_batch="auto": as many rows as raise tokens per second, on a clock that rounds move by what they cost.
 
-Tests of: models.available, engine.batch_size, engine.scheduler.
+Tests of: models.device, engine.batch_size, engine.scheduler.
 """
 
 from __future__ import annotations

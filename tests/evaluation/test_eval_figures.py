@@ -19,8 +19,8 @@ from shoal.evaluation import journal
 from shoal.evaluation.cuts import cuts, places
 from shoal.evaluation.endings import ending
 from shoal.evaluation.execution import ExecutionResult
+from shoal.evaluation.exports import page
 from shoal.evaluation.figure import columns, findings, legend, rows
-from shoal.evaluation.page import page
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sampling import Sampler, SamplingConfig
 from shoal.evaluation.summary import (

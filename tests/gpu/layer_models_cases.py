@@ -2,7 +2,7 @@
 too; and in how many launches. On the device at hand, as `layers_cases.py`, and run as that is.
 
 Tests of: models.layers.triton_decoder, models.layers.operations,
-models.layers.eight_bit, models.executors.transformers_models, models.selfcheck.
+models.layers.operations, models.executors.transformers_models, models.selfcheck.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ from shoal.models.attention import fused_kernels as attention_kernels
 from shoal.models.executors.transformers_models import MODULES, TRITON_LAYERS
 from shoal.models.layers import layer_kernels
 from shoal.models.layers import triton_decoder as layer_decoder
-from shoal.models.layers.eight_bit import MOST_TOKENS, TOKENS, WeightOnly8Bit, WeightOnlyMatrix, matrix_of_8_bit, product
-from shoal.models.layers.operations import silu_mul
+from shoal.models.layers.operations import (
+    MOST_TOKENS,
+    TOKENS,
+    WeightOnly8Bit,
+    WeightOnlyMatrix,
+    matrix_of_8_bit,
+    product,
+    silu_mul,
+)
 from shoal.models.layers.triton_decoder import PlanState, fused_layers_of
 from shoal.models.passes import use_fused_layers
 from shoal.models.prompt_passes import feed_prompts

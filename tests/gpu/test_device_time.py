@@ -1,6 +1,6 @@
 """Times of models are those of their device: a GPU goes on while the host has long returned.
 
-Tests of: models.device_time, drafting.captured, models.compiled.executors.
+Tests of: models.device, drafting.captured, models.compiled.executors.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from pretend import Pretend
 from recorder import Recorder
 from shoal.config import Sampling
 from shoal.drafting.captured import CapturedRounds
-from shoal.models import device_time
 from shoal.models.compiled.executors import EXECUTORS
-from shoal.models.device_time import Moments, RunnerCounts, Spans
+from shoal.models.device import MOST, Moments, RunnerCounts, Spans
 
 CPU = torch.device("cpu")
 SAMPLINGS = [Sampling(seed=i) for i in range(3)]
@@ -48,7 +47,7 @@ class Event:
 def device(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     pretend = Pretend()
     monkeypatch.setitem(EXECUTORS, "graphed", Recorder.on(pretend))
-    monkeypatch.setattr(device_time, "event_for", lambda _: Event(pretend))
+    monkeypatch.setattr("shoal.models.device.event_for", lambda _: Event(pretend))
     return pretend
 
 
@@ -81,7 +80,7 @@ def test_models_take_the_time_of_their_functions_or_passes(
 
 def test_the_clock_of_the_host_would_say_something_else(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(device_time, "event_for", lambda _: None)
+    monkeypatch.setattr("shoal.models.device.event_for", lambda _: None)
     with device:
         _, captured, seconds = round_of(device, engine(4, "rejection", device, SAMPLINGS, new=64))
     assert seconds != pytest.approx(captured / 1000)
@@ -116,12 +115,12 @@ def test_stretches_are_added_up_and_a_broken_one_is_forgotten(device: Pretend) -
         device.counts["launch"] += 10
     assert spans.take() == pytest.approx(0.007)
     assert spans.take() == 0.0
-    for _ in range(3 * device_time.MOST + 1):
+    for _ in range(3 * MOST + 1):
         spans.begin()
         device.counts["launch"] += 1
         spans.end()
-    assert len(spans._all) == device_time.MOST
-    assert spans.take() == pytest.approx((3 * device_time.MOST + 1) / 1000)
+    assert len(spans._all) == MOST
+    assert spans.take() == pytest.approx((3 * MOST + 1) / 1000)
 
 
 def test_a_model_is_timed_on_the_stream_of_its_own_device(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request
 
-pad = importlib.import_module("shoal.models.attention.pad")  # the name in the package is the function
+pad = importlib.import_module("shoal.models.attention.unfused")  # the name in the package is the function
 CONTEXT, LAYERS, K = 700, 3, 3
 
 

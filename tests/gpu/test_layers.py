@@ -1,6 +1,6 @@
 """The kernels of a decoder layer: their cases, in a process of their own; when they are used; what a layer launches.
 
-Tests of: models.layers.draw_kernels, models.layers.eight_bit, models.layers.layer_kernels, models.passes,
+Tests of: models.layers.draw_kernels, models.layers.operations, models.layers.layer_kernels, models.passes,
 models.quantize.
 """
 
@@ -21,7 +21,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.models import loading, passes, quantize
 from shoal.models.attention.fused import has_triton
 from shoal.models.layers import gpu_draws
-from shoal.models.layers.eight_bit import MIDDLE, NARROW, WIDE, cut_of
+from shoal.models.layers.operations import MIDDLE, NARROW, WIDE, cut_of
 from shoal.native.build import missing
 from shoal.testing import tiny_model
 

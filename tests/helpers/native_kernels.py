@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attending import exact, row_of, used
 from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.attention.native import native
+from shoal.models.attention.unfused import native
 from shoal.native.build import missing
 from tree_masks import path_of
 

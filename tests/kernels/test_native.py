@@ -3,7 +3,7 @@
 Negative controls compile the sources with one thing wrong, and the same comparisons must notice. How the kernels are built, and
 what happens where they cannot be, is at the end.
 
-Tests of: native.structs, models.attention.native, models.attention.inputs,
+Tests of: native.structs, models.attention.unfused, models.attention.inputs,
 models.attention.methods, native.build.
 """
 
@@ -26,10 +26,10 @@ from attending import CELLS, PROMPTS, build, exact, one_by_one, used
 from mutants import wrong_ones
 from native_kernels import INF, NAN, definition, excess, needs_compiler, threads, tokens_seen
 from shoal.errors import RequestError
-from shoal.models.attention import native as native_attention
+from shoal.models.attention import unfused as native_attention
 from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import METHODS
-from shoal.models.attention.native import MOST_COLUMNS, SUFFIXES, native
+from shoal.models.attention.unfused import MOST_COLUMNS, SUFFIXES, native
 from shoal.native import build as building
 from shoal.native.build import compiled
 from shoal.native.structs import HeadsStruct

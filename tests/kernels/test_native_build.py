@@ -1,6 +1,6 @@
 """How the kernels in C are built: once per machine, by anybody at any time, and what happens where they cannot be.
 
-Tests of: models.lean.forward, models.attention.native, native.build, native.compiling.
+Tests of: models.lean.forward, models.attention.unfused, native.build, native.compiling.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import shoal
 from attending import build
 from native_kernels import excess, needs_compiler
 from shoal.errors import RequestError
-from shoal.models.attention import native as native_attention
+from shoal.models.attention import unfused as native_attention
 from shoal.models.executors.transformers_models import C_DECODER, MODULES
 from shoal.native import build as building
 from shoal.native import compiling

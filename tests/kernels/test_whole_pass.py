@@ -22,7 +22,7 @@ from lean_passes import MODELS, WRITES, Rows, life, original
 from mutants import wrong_ones
 from native_kernels import needs_compiler, threads
 from shoal.models import formats, quantize, weights
-from shoal.models.attention.native import MOST_COLUMNS
+from shoal.models.attention.unfused import MOST_COLUMNS
 from shoal.models.cache import slots
 from shoal.models.executors.transformers_models import C_DECODER
 from shoal.models.lean import forward, whole

@@ -1,7 +1,7 @@
 """Ragged attention: every method against the definition, and the definition against a loop over single queries.
 
-Tests of: models.attention.pad, models.attention.pad,
-models.attention.methods, models.attention.pad, models.bridge, models.attention.inputs.
+Tests of: models.attention.unfused, models.attention.unfused,
+models.attention.methods, models.attention.unfused, models.bridge, models.attention.inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.models.cache import Plan
 from shoal.testing import tiny_model
 from shoal.types.requests import Prefix
 
-split_module = importlib.import_module("shoal.models.attention.pad")  # the name in the package is the function
+split_module = importlib.import_module("shoal.models.attention.unfused")  # the name in the package is the function
 
 
 WAYS = METHODS
@@ -157,7 +157,7 @@ def test_auto_takes_the_kernel_where_there_is_one(
 ) -> None:
     asked: list[AttentionInputs] = []
     monkeypatch.setattr(methods, method, asked.append)
-    monkeypatch.setattr("shoal.models.attention.native.missing", lambda: "" if kernels else "no C compiler")
+    monkeypatch.setattr("shoal.models.attention.unfused.missing", lambda: "" if kernels else "no C compiler")
     inputs = build([5, 9], [1, 1], dtype)
     methods.auto(inputs)
     assert asked == [inputs]

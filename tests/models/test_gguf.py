@@ -24,7 +24,7 @@ from gguf_files import END, TOKENS, require_llama, tiny_gguf_model, write_gguf
 from shoal import cli
 from shoal.api import Shoal
 from shoal.config import Grammar
-from shoal.drafting import checkpoints
+from shoal.drafting import trained_heads
 from shoal.durable import cache_folder
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models.gguf import gguf_model
@@ -325,7 +325,7 @@ def test_drafters_that_need_modules_are_refused(file: Path, draft: str, words: s
 
 def test_trained_heads_are_refused(model: Shoal, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"hidden states, which .* does not give"):
-        checkpoints.once(model.target, str(tmp_path), lambda *_: pytest.fail("read"))
+        trained_heads.once(model.target, str(tmp_path), lambda *_: pytest.fail("read"))
 
 
 @pytest.mark.parametrize(

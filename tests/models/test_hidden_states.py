@@ -1,6 +1,6 @@
 """Hidden states of the target for drafters that ask for them: the right ones at every committed position, and none otherwise.
 
-Tests of: models.passes, drafting.hidden, sampling.scores.
+Tests of: models.passes, drafting.trained_heads, sampling.scores.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shoal.config import Limits, Sampling
-from shoal.drafting import hidden
-from shoal.drafting.hidden import PromptStates, kept, last_kept
+from shoal.drafting import trained_heads
+from shoal.drafting.trained_heads import PromptStates, kept, last_kept
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import prompt_passes
@@ -121,8 +121,8 @@ def test_every_committed_position_has_its_hidden_states(kind: str, sharing: str,
 @torch.inference_mode()
 def test_a_shifted_hidden_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sabotage: the column before the one that was kept, as if the block did not begin with the last token."""
-    real = hidden._hidden
-    monkeypatch.setattr(hidden, "_hidden", lambda scores: real(scores).roll(1, dims=1))
+    real = trained_heads._hidden
+    monkeypatch.setattr(trained_heads, "_hidden", lambda scores: real(scores).roll(1, dims=1))
     target = target_of("llama modules")
     _, drafter, _ = recorded(target)
     assert largest_difference(target, drafter) > 0.1

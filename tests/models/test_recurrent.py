@@ -23,7 +23,6 @@ from laws import ALPHA, declared_law, joint
 from laws import run as sampled
 from shoal.cli.check_model import executors, family
 from shoal.config import Limits, Sampling
-from shoal.drafting.checkpoints import layers_and_width
 from shoal.drafting.medusa import MedusaDrafter
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import NGramDrafter
@@ -31,6 +30,7 @@ from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.recycling import RecyclingDrafter
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
+from shoal.drafting.trained_heads import layers_and_width
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, PairMismatch, UnsupportedModel
 from shoal.integrations.loglikelihoods import loglikelihoods

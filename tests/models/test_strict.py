@@ -4,7 +4,7 @@ What is promised, and tested here: greedy ids are those of plain decoding at any
 sampled ids of a seed do not depend on the batch, plainly decoded or with a fixed draft length, and by the coupled rule not on the
 draft length either.
 
-Tests of: models.attention.methods, models.fixed_shapes, models.attention.inputs,
+Tests of: models.attention.methods, models.passes, models.attention.inputs,
 models.attention.methods.
 """
 
@@ -24,7 +24,7 @@ from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
-from shoal.models import fixed_shapes
+from shoal.models import passes
 from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import KV_BLOCK, METHODS, TILE
 from shoal.models.cache import Plan
@@ -122,7 +122,7 @@ def test_linear_layers_see_one_shape_only_and_are_the_owners_again_after() -> No
     seen.clear()
     runner.memory.reserve(3, 64)
     runner.feed([0, 1, 2], torch.ones(3, 7, dtype=torch.int64), [7, 7, 7])
-    assert seen == [(fixed_shapes.BLOCK, 32)] * 2  # 21 tokens
+    assert seen == [(passes.BLOCK, 32)] * 2  # 21 tokens
     assert {name: module.__dict__.get("forward") for name, module in hf.named_modules()} == before
     hf(torch.ones(1, 5, dtype=torch.int64))
     assert seen[-1] == (1, 5, 32)
@@ -133,7 +133,7 @@ def test_linear_layers_see_one_shape_only_and_are_the_owners_again_after() -> No
 def test_architectures_prove_it(architecture: str, dtype: torch.dtype) -> None:
     runner = wrap(tiny_model(architecture).to(dtype), architecture, strict=True)
     assert runner.attention == "strict"
-    assert runner.notes["strict"] == f"{sum(fixed_shapes.PROOF)} positions bit-equal in 4 ways of computing them"
+    assert runner.notes["strict"] == f"{sum(passes.PROOF)} positions bit-equal in 4 ways of computing them"
     assert runner.self_check_error is not None
 
 
@@ -142,11 +142,11 @@ def test_without_strict_the_proof_fails() -> None:
     hf = tiny_model("llama")
     for attention, rowwise in (("pad", ROWWISE), ("strict", set[type[nn.Module]]())):
         runner = wrap(hf, "tiny", attention)
-        runner.forward_context = lambda kinds=rowwise: fixed_shapes._in_blocks([m for m in hf.modules() if type(m) in kinds])  # type: ignore[misc]
+        runner.forward_context = lambda kinds=rowwise: passes._in_blocks([m for m in hf.modules() if type(m) in kinds])  # type: ignore[misc]
         with pytest.raises(UnsupportedModel, match="moved the logits"):
-            fixed_shapes.prove(runner)
+            passes.prove(runner)
     with pytest.raises(UnsupportedModel, match="moved the logits"):
-        fixed_shapes.prove(load_runner(bundled("drafter"), LoadOptions(dtype="bfloat16", attention="pad", pack=False)))
+        passes.prove(load_runner(bundled("drafter"), LoadOptions(dtype="bfloat16", attention="pad", pack=False)))
 
 
 @pytest.mark.parametrize(

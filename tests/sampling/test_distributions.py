@@ -1,6 +1,6 @@
 """The declared distribution: each control against Transformers' own, and every draft position against its true history.
 
-Tests of: sampling.penalties, sampling.controls, sampling.purity, sampling.native_draws,
+Tests of: sampling.penalties, sampling.controls, sampling.processors, sampling.native_draws,
 sampling.distributions.
 """
 

@@ -1,6 +1,6 @@
 """RPG: repetitions by brute force, the law by enumeration, ids of drafts, and the trap of signs in the authors' code.
 
-Tests of: sampling.repetition.
+Tests of: sampling.processors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
-from shoal.sampling.repetition import GrammarRepetitionPenalty, Repetition, repeated, types_of
+from shoal.sampling.processors import GrammarRepetitionPenalty, Repetition, repeated, types_of
 from shoal.testing.drafters import engine_of
 from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, mixed, scripted

@@ -16,9 +16,9 @@ from shoal.api import Shoal
 from shoal.config import PARAMETERS, Grammar, Limits, Sampling
 from shoal.constraints.dressing import Dressing
 from shoal.errors import RequestError
+from shoal.serve.access import validated
 from shoal.serve.api_errors import ApiError, api_error_of
 from shoal.serve.batch_lines import BatchLine, LineError, digest, has_failed, read_lines
-from shoal.serve.bodies import validated
 from shoal.serve.infill import parsed_infill
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.item_response import parsed_items

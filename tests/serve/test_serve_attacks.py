@@ -1,6 +1,6 @@
 """Requests made to stop a server, or to learn too much: each is refused at a small price, and the others are served meanwhile.
 
-Tests of: serve.bodies, serve.access, serve.routes, serve.api_errors, serve.run,
+Tests of: serve.access, serve.access, serve.routes, serve.api_errors, serve.run,
 serve.request_parser.
 """
 
@@ -28,7 +28,7 @@ from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legi
 from shoal import cli
 from shoal.cli.serve import serve
 from shoal.models.sources import name_of
-from shoal.serve import bodies, routes, run
+from shoal.serve import access, routes, run
 from shoal.serve.access import hosts_of
 from shoal.serve.api_errors import public
 
@@ -104,9 +104,9 @@ def test_a_body_that_is_expensive_to_judge(server: Served, name: str, monkeypatc
     path, body = ATTACKS[name]
     assert len(body) <= 2 * 2**20
     found = []
-    real = bodies.RequestValidationError
+    real = access.RequestValidationError
     monkeypatch.setattr(
-        bodies, "RequestValidationError", lambda errors, body: found.append(len(errors)) or real(errors, body=body)
+        access, "RequestValidationError", lambda errors, body: found.append(len(errors)) or real(errors, body=body)
     )
     response = sent(server, body, path or "/v1/completions")
     assert response.status_code == (404 if name == "a long model" else 400), response.text[:200]
@@ -180,7 +180,7 @@ def test_of_many_errors_ten_are_reported() -> None:
 
     errors = [{"type": "x", "loc": ("body", "prompt", i), "msg": f"no {i}."} for i in range(100)]
     fault = api_error_of(
-        bodies.RequestValidationError([{**errors[0], "loc": ("body", "prompt")}, *errors], body={"prompt": [0] * 100})
+        access.RequestValidationError([{**errors[0], "loc": ("body", "prompt")}, *errors], body={"prompt": [0] * 100})
     )
     assert fault.detail.count("no ") == 10
 
@@ -188,14 +188,14 @@ def test_of_many_errors_ten_are_reported() -> None:
 @pytest.mark.parametrize("step", ["parse", "validated"])
 def test_a_body_is_judged_while_others_are_served(server: Served, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     judging, go_on = threading.Event(), threading.Event()
-    real = getattr(bodies, step)
+    real = getattr(access, step)
 
     def waiting(*arguments: Any) -> Any:
         judging.set()
         assert go_on.wait(TIMEOUT_SECONDS)
         return real(*arguments)
 
-    monkeypatch.setattr(bodies, step, waiting)
+    monkeypatch.setattr(access, step, waiting)
     got: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: got.append(server.post(max_tokens=2)))
     thread.start()
@@ -369,7 +369,7 @@ def test_a_later_request_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_body_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(access, "BODY_TIMEOUT_SECONDS", 0.5)
     with served(pair()) as server:
         with connected(server) as connection:
             connection.sendall(HEAD + b"content-length: 100000\r\n\r\n")

@@ -1,6 +1,6 @@
 """A server without memory: rows end with an error, a new engine takes the place of the failed one, or the process ends.
 
-Tests of: serve.engine_thread, serve.serve_config, models.available.
+Tests of: serve.engine_thread, serve.serve_config, models.device.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shoal.engine.engine import Engine
 from shoal.engine.validation import RequestValidator
 from shoal.errors import InternalError, OutOfMemory, RequestError
 from shoal.lookahead.controller import Fixed
-from shoal.models import available
-from shoal.models.available import KV_SHARE, explained, free_bytes, is_out_of_memory
+from shoal.models import device
+from shoal.models.device import KV_SHARE, explained, free_bytes, is_out_of_memory
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
 from shoal.serve.engine_thread import SWITCH_SECONDS, EngineThread
@@ -334,7 +334,7 @@ MEMINFO = {"proc__meminfo": f"MemTotal: {99 * 2**20} kB\nMemAvailable: {8 * 2**2
 
 
 def test_a_machine_without_limits(tmp_path: Path) -> None:
-    assert available._of_machine(machine(tmp_path, **MEMINFO)) == 8 * GIB
+    assert device._of_machine(machine(tmp_path, **MEMINFO)) == 8 * GIB
 
 
 @pytest.mark.parametrize("tightest", ["own", "parent", "none"])
@@ -348,7 +348,7 @@ def test_a_control_group_leaves_less(tightest: str, tmp_path: Path) -> None:
         (group / "memory.current").write_text(f"{2 * GIB}\n")
         (group / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n")
     root = machine(tmp_path, **MEMINFO, proc__self__cgroup="0::/a/b")
-    assert available._of_machine(root) == (8 if tightest == "none" else 2) * GIB
+    assert device._of_machine(root) == (8 if tightest == "none" else 2) * GIB
 
 
 def test_a_container_sees_its_group_as_the_top(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_container_sees_its_group_as_the_top(tmp_path: Path) -> None:
     (group / "memory.limit_in_bytes").write_text(f"{3 * GIB}")
     (group / "memory.usage_in_bytes").write_text(f"{GIB}")
     root = machine(tmp_path, **MEMINFO, proc__self__cgroup="7:cpu,cpuacct:/x\n4:memory:/docker/abc")
-    assert available._of_machine(root) == 2 * GIB
+    assert device._of_machine(root) == 2 * GIB
 
 
 def test_what_is_free_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def budget_of(recipe: ServeConfig) -> int | None:
 def test_the_budget_comes_from_what_is_free_unless_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new engine asks again."""
     free = [3 * GIB]
-    monkeypatch.setattr(available, "free_bytes", lambda _: free[0])
+    monkeypatch.setattr(device, "free_bytes", lambda _: free[0])
     rows = 1 - PREFIX_SHARE
     assert budget_of(ServeConfig(pair, Settings("tiny"), 4)) == rows * KV_SHARE * 3 * GIB
     assert budget_of(ServeConfig(pair, Settings("tiny"), 4, kv_bytes=5000)) == rows * 5000
@@ -393,7 +393,7 @@ def test_the_budget_comes_from_what_is_free_unless_it_is_said(monkeypatch: pytes
 
 
 def test_a_request_beyond_the_budget_is_refused_and_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(available, "free_bytes", lambda _: 12_000)
+    monkeypatch.setattr(device, "free_bytes", lambda _: 12_000)
     shoal = pair()
     make = ServeConfig(pair, Settings("tiny"), 4)._engines(shoal)
     with serving.served(shoal, make_engine=make) as server:

@@ -1,6 +1,6 @@
 """Reasoning of chat models apart from their answers: by the template's `<think>`, with grammars and calls behind it.
 
-Tests of: serve.reasoning, serve.answerer.
+Tests of: serve.reasoning, serve.pool.
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ import torch
 from torch import Tensor
 
 from shoal.config import MOST_NODES
-from shoal.drafting.checkpoints import (
+from shoal.drafting.draft_slots import DraftMemory, DraftSlots
+from shoal.drafting.eagle3 import FILES, MAPS, Eagle3Drafter, target_ids
+from shoal.drafting.model import OrdinarySteps
+from shoal.drafting.protocol import DraftInputs
+from shoal.drafting.trained_heads import (
     fill,
     in_format,
     layers_and_width,
@@ -31,10 +35,6 @@ from shoal.drafting.checkpoints import (
     require_width,
     whole_number,
 )
-from shoal.drafting.draft_slots import DraftMemory, DraftSlots
-from shoal.drafting.eagle3 import FILES, MAPS, Eagle3Drafter, target_ids
-from shoal.drafting.model import OrdinarySteps
-from shoal.drafting.protocol import DraftInputs
 from shoal.errors import PairMismatch, RequestError, UnsupportedModel
 from shoal.models.block_layers import BlockForm, BlockHeads, BlockModel, block_config
 from shoal.models.cache import Plan

@@ -16,9 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.drafting.checkpoints import (
+from shoal.drafting.distillation import Learner, Passes
+from shoal.drafting.model import ModelDrafter
+from shoal.drafting.protocol import DraftInputs, Keeps
+from shoal.drafting.shapes import shape_of
+from shoal.drafting.trained_heads import (
+    PromptStates,
     fill,
     in_format,
+    kept,
     layers_and_width,
     once,
     read_config,
@@ -26,11 +32,6 @@ from shoal.drafting.checkpoints import (
     require_width,
     whole_number,
 )
-from shoal.drafting.distillation import Learner, Passes
-from shoal.drafting.hidden import PromptStates, kept
-from shoal.drafting.model import ModelDrafter
-from shoal.drafting.protocol import DraftInputs, Keeps
-from shoal.drafting.shapes import shape_of
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.errors import PairMismatch, RequestError, UnsupportedModel
 from shoal.models.cache import Plan

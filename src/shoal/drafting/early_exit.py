@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from shoal.drafting.draft_slots import DraftSlots
-from shoal.drafting.hidden import kept
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.text import NOTHING, tree_of
+from shoal.drafting.trained_heads import kept
 from shoal.errors import InternalError
 from shoal.models.first_layers import first_layers, head_of, layer_count
 from shoal.models.runner import Runner

@@ -21,7 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.drafting.checkpoints import (
+from shoal.drafting.distillation import Learner, Passes, chance_of_most_probable
+from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
+from shoal.drafting.text import CHOICES, NOTHING, independent, most_probable, tree_of
+from shoal.drafting.trained_heads import (
+    LastStates,
     fill,
     layers_and_width,
     once,
@@ -30,10 +34,6 @@ from shoal.drafting.checkpoints import (
     require_width,
     whole_number,
 )
-from shoal.drafting.distillation import Learner, Passes, chance_of_most_probable
-from shoal.drafting.hidden import LastStates
-from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
-from shoal.drafting.text import CHOICES, NOTHING, independent, most_probable, tree_of
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.drafting.checkpoints import layers_and_width, once
 from shoal.drafting.eagle3 import Eagle3Drafter, Eagle3TreeDrafter
 from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.shapes import shape_of
+from shoal.drafting.trained_heads import layers_and_width, once
 from shoal.errors import ModelError, UnsupportedModel
 from shoal.models.cache import Plan
 from shoal.models.eagle3_layer import Eagle3Model

@@ -24,15 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.drafting.checkpoints import (
-    layers_and_width,
-    once,
-    read_config,
-    read_tensors,
-    require_width,
-)
-from shoal.drafting.probe_trees import Accuracies, TreePlan, chosen, ends, placed, planned, reached
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
+from shoal.drafting.shapes import Accuracies, TreePlan, chosen, ends, placed, planned, reached
 from shoal.drafting.text import (
     CHOICES,
     NOTHING,
@@ -41,6 +34,13 @@ from shoal.drafting.text import (
     independent,
     most_probable,
     tree_of,
+)
+from shoal.drafting.trained_heads import (
+    layers_and_width,
+    once,
+    read_config,
+    read_tensors,
+    require_width,
 )
 from shoal.errors import ModelError, RequestError
 from shoal.models.runner import Runner
@@ -63,7 +63,7 @@ class PromptTokens(NamedTuple):
 
     Attributes:
         vectors: the vectors, [m, width].
-        accuracies: how often each guesses right, see `shoal.drafting.probe_trees.Accuracies`.
+        accuracies: how often each guesses right, see `shoal.drafting.shapes.Accuracies`.
     """
 
     vectors: Tensor

@@ -244,7 +244,7 @@ OWN = (
     ),
     DrafterKind(
         "self",
-        "shoal.drafting.reduced_cache:self_drafter",
+        "shoal.drafting.target_keys:self_drafter",
         {"exit": Number(None), "window": Number(None), "sinks": Number(None), "int4": Flag()},
         _settled_self,
         in_sums=True,
@@ -271,7 +271,7 @@ OWN = (
     ),
     DrafterKind(
         "assistant",
-        "shoal.drafting.assistant:AssistantDrafter",
+        "shoal.drafting.target_keys:AssistantDrafter",
         in_sums=True,
         directory="it is the `*-assistant` checkpoint that is published beside a Gemma 4 model",
         recognise=_is_assistant,

@@ -15,7 +15,7 @@ from shoal.engine import logprobs
 from shoal.engine.ended_rows import finish, visible_text
 from shoal.engine.multi_step import PlainRun
 from shoal.errors import RequestError, ShoalError
-from shoal.sampling.purity import name_of
+from shoal.sampling.processors import name_of
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit, Faults, Verdict

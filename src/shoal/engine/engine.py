@@ -35,7 +35,7 @@ from shoal.engine.verify import Stages, scores_of
 from shoal.engine.waiting import Fairness
 from shoal.errors import OutOfMemory
 from shoal.lookahead.controller import Controller, Lookahead, as_controller
-from shoal.models.available import explained
+from shoal.models.device import explained
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
 from shoal.sampling.scores import Scores

@@ -19,7 +19,7 @@ from shoal.drafting.protocol import Drafter, Keeps, KeyValueMemory, require_tree
 from shoal.engine.batch_size import FIRST
 from shoal.engine.guide import Guide, Together
 from shoal.errors import RequestError
-from shoal.models.available import kv_budget
+from shoal.models.device import kv_budget
 from shoal.models.runner import Runner
 from shoal.types.requests import Prefix, Request, Row, token_slots
 from shoal.types.schedule import ScheduledRound

@@ -14,7 +14,7 @@ from shoal.engine.memory import Memory
 from shoal.engine.prefix_cache import PrefixCache, prefill
 from shoal.engine.scheduler import Scheduler
 from shoal.errors import BadLogits, ModelError, ShoalError
-from shoal.models.available import explained
+from shoal.models.device import explained
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row

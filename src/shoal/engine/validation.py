@@ -27,7 +27,7 @@ from shoal.models.runner import Runner
 from shoal.models.sources import people_call
 from shoal.sampling.acceptance import RULES, Rule
 from shoal.sampling.penalties import require_ids
-from shoal.sampling.purity import require_pure
+from shoal.sampling.processors import require_pure
 from shoal.sampling.uniforms import group_seed, row_seeds
 from shoal.types.arguments import (
     Integer,

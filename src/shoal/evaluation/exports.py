@@ -1,20 +1,29 @@
-"""The samples of an evaluation as files of EvalPlus and of the BigCode evaluation harness.
+"""An evaluation for readers elsewhere: one HTML file, and the files of two other harnesses.
 
-Both get whole programs, prompt included, so neither has to know the prompt that the model got.
-EvalPlus finds the problem of a program by its task id, the BigCode harness by its place in the
-list: the list has to begin with the first problem and to leave none out.
+The HTML file has the figure, the table, and each problem with its samples. It has no script, and
+loads nothing from elsewhere.
+
+EvalPlus and the BigCode evaluation harness get whole programs, prompt included, so neither has to
+know the prompt that the model got. EvalPlus finds the problem of a program by its task id, the
+BigCode harness by its place in the list: the list has to begin with the first problem and to leave
+none out.
 """
 
 from __future__ import annotations
 
+import html
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import RequestError
+from shoal.evaluation.figure import LABELS, columns, findings, legend, metric_name, rows, title
 from shoal.evaluation.problems import Problem
+from shoal.evaluation.summary import Results
+from shoal.evaluation.tasks import PASSED
 
 Programs = Mapping[str, Sequence[str]]
 """The whole programs by task id, in the order of the evaluator's problems."""
@@ -152,3 +161,224 @@ def programs_of(
             f"{problem.prompt}{completion}{problem.suffix}" for completion in completions
         ]
     return programs
+
+
+CONTROLS = dict.fromkeys(
+    (*range(9), *range(11, 32), *range(127, 160), *range(0xD800, 0xE000)), "\ufffd"
+)
+MARKS = {True: "✓", False: "✗", None: "–"}
+"""The marks of a sample that passed, one that failed, and an unfinished one."""
+LEGENDS = {True: "✓ passed, ✗ not, – not finished", False: "its score, – not finished"}
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --dim: #5b6570; --paper: #fff; --raised: #f4f6f8;
+  --line: #d5dae0; --accepted: #cfe6d4; --drawn: #ffe2b3; --good: #1a7f37; --bad: #c4320a; }
+@media (prefers-color-scheme: dark) { :root {
+  --ink: #e3e6ea; --dim: #98a2ad; --paper: #14171b; --raised: #1e2329; --line: #363d45;
+  --accepted: #1f4a2b; --drawn: #5c4313; --good: #4cc26b; --bad: #ff8a66; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+small, .dim { color: var(--dim); }
+.wide { overflow-x: auto; } svg { max-width: 100%; height: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--line);
+  white-space: nowrap; }
+th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
+details { border: 1px solid var(--line); border-radius: 6px; margin: .35rem 0; padding: 0 .8rem;
+  background: var(--paper); }
+details[open] { padding-bottom: .6rem; } details details { background: var(--raised); }
+summary { cursor: pointer; padding: .35rem 0; overflow-wrap: anywhere; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; }
+dd { margin: 0; } dt { color: var(--dim); }
+.marks { font-family: ui-monospace, monospace; letter-spacing: .12em; float: right; }
+.passed { color: var(--good); } .failed { color: var(--bad); }
+pre { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; margin: .4rem 0; padding: .6rem;
+  background: var(--raised); border-radius: 4px; }
+details details pre { background: var(--paper); } pre.error { border-left: 3px solid var(--bad); }
+.accepted, .drawn { border-radius: 2px; } .accepted { background: var(--accepted); }
+.drawn { background: var(--drawn); text-decoration: underline dotted; text-underline-offset: 3px; }
+.cut { opacity: .45; }
+"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def page(
+    summary: Mapping[str, Any], results: Results, prompts: Mapping[str, str], figure: str | None
+) -> str:
+    """Returns the whole file.
+
+    Args:
+        prompts: the problems' prompts, for people.
+        figure: an <svg> element, or None.
+    """
+    problems = "\n".join(_problem(results, name, prompts[name]) for name in results.names)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{text(title(summary))}</title><style>{STYLE}</style></head><body>
+<h1>Quality within a time budget</h1>
+<p>{text(title(summary))}</p>
+<div class="wide">{figure or ""}</div>
+{_table(summary)}
+<p><small>{text(legend(summary))}</small></p>
+<ul>{"".join(f"<li>{text(line)}</li>" for line in findings(summary))}</ul>
+{_settings(summary)}
+<h2>Problems</h2>
+<p>Behind each problem its samples, best rank first: {LEGENDS[results.scores[0] == PASSED]}.
+In the texts, <span class="accepted">accepted draft tokens</span> and
+<span class="drawn">tokens drawn from the target</span>
+(replacement and bonus; all tokens of plain decoding);
+<span class="cut">what follows the completion was cut</span>.</p>
+{problems}
+</body></html>
+"""
+
+
+def text(value: object) -> str:
+    """Returns a value as HTML text without markup or control characters."""
+    return html.escape(str(value).translate(CONTROLS))
+
+
+def _table(summary: Mapping[str, Any]) -> str:
+    head = "".join(f"<th>{text(name)}</th>" for name in columns(summary))
+    body = "".join(
+        "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows(summary)
+    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide">{table}</div>'
+
+
+def _settings(summary: Mapping[str, Any]) -> str:
+    """Returns the settings and the machine, without empty values."""
+    known = {
+        **summary["settings"],
+        **summary.get("machine", {}),
+        "sandbox": summary.get("isolation"),
+    }
+    body = "".join(
+        f"<dt>{text(name)}<dd>{text(value)}"
+        for name, value in known.items()
+        if value not in (None, "", False)
+    )
+    return f"<details><summary>Settings and machine</summary><dl>{body}</dl></details>"
+
+
+def _problem(results: Results, name: str, prompt: str) -> str:
+    attempts, error = results.attempts[name]["attempts"], results.attempts[name]["error"]
+    if error:
+        return (
+            f"<details><summary>{text(name)} <span class=failed>not asked: "
+            f"{text(error)}</span></summary></details>"
+        )
+    parts = [
+        _method(results, name, method, shown=place == 0)
+        for place, method in enumerate(reversed(list(attempts)))
+    ]
+    last = list(attempts)[-1]
+    marks = "".join(_mark(grade, results.scores[0]) for _, _, grade in _ranked(results, name, last))
+    return (
+        f"<details><summary>{text(name)} <span class=marks>{marks}</span></summary>"
+        f"<pre>{text(prompt)}</pre>{''.join(parts)}</details>"
+    )
+
+
+def _method(results: Results, name: str, method: str, shown: bool) -> str:
+    attempt = results.attempts[name]["attempts"][method]
+    samples = "".join(
+        _sample(results, rank, place, sample, grade)
+        for rank, (place, sample, grade) in enumerate(_ranked(results, name, method), 1)
+    )
+    head = (
+        f"{LABELS[method]}: {attempt['seconds']:.3f} s, acceptance length "
+        f"{attempt['stats']['acceptance_length']:.2f}"
+    )
+    return f"<details{' open' if shown else ''}><summary>{text(head)}</summary>{samples}</details>"
+
+
+def _ranked(
+    results: Results, name: str, method: str
+) -> list[tuple[int, Mapping[str, Any], Mapping[str, Any] | None]]:
+    """Returns (row number, sample, grade) with the best rank first.
+
+    Finished samples come first, then the order is by mean log-probability.
+    """
+    samples = results.attempts[name]["attempts"][method]["samples"]
+    found = list(
+        zip(
+            range(1, len(samples) + 1), samples, results.grades[name]["grades"][method], strict=True
+        )
+    )
+
+    def key(item: tuple[int, Mapping[str, Any], Any]) -> tuple[bool, float]:
+        mean = item[1]["mean_logprob"]
+        return (item[2] is None, math.inf if mean is None else -mean)
+
+    return sorted(found, key=key)
+
+
+def _mark(grade: Mapping[str, Any] | None, score: str) -> str:
+    if grade is None:
+        return MARKS[None]
+    if score != PASSED:
+        return f"{grade['scores'][score]:.2f} "
+    passed = grade["scores"][score] == 1
+    return f'<span class="{"passed" if passed else "failed"}">{MARKS[passed]}</span>'
+
+
+def _sample(
+    results: Results,
+    rank: int,
+    place: int,
+    sample: Mapping[str, Any],
+    grade: Mapping[str, Any] | None,
+) -> str:
+    score = results.scores[0]
+    outcome = (sample["error"] or "not finished") if grade is None else grade["outcome"]
+    if grade is not None and score != PASSED:
+        outcome = ", ".join(
+            f"{metric_name(name, '')[:-1]} {value:.3f}" for name, value in grade["scores"].items()
+        )
+    mean = "none" if sample["mean_logprob"] is None else f"{sample['mean_logprob']:.3f}"
+    head = (
+        f"rank {rank}, sample {place}: ready at {sample['finished_at']:.3f} s "
+        f"({sample['finish_reason']}), "
+        f"mean log-probability {mean}, {len(sample['token_ids'])} tokens in {sample['rounds']} "
+        f"rounds, "
+        f"{sample['accepted']} of {sample['drafted']} drafts accepted: "
+    )
+    kind = (
+        ""
+        if grade is None
+        else "passed"
+        if grade["outcome"] in ("passed", "compared")
+        else "failed"
+    )
+    detail = (
+        f'<pre class="error">{text(grade["detail"])}</pre>'
+        if grade is not None and grade["detail"]
+        else ""
+    )
+    return (
+        f"<p><small>{text(head)}<b "
+        f'class="{kind}">{text(outcome)}</b></small></p>'
+        f"<pre>{''.join(_spans(sample))}</pre>{detail}"
+    )
+
+
+def _spans(sample: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the text coloured by drafter and target, dimmed behind the end of the completion."""
+    kept = (
+        len(sample["completion"])
+        if sample["text"].startswith(sample["completion"])
+        else len(sample["text"])
+    )
+    place = 0
+    for piece, drafted in sample["spans"]:
+        border = max(0, min(len(piece), kept - place))
+        for part, cut in ((piece[:border], ""), (piece[border:], " cut")):
+            if part:
+                yield f'<span class="{"accepted" if drafted else "drawn"}{cut}">{text(part)}</span>'
+        place += len(piece)

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from shoal.durable import mend, sync, sync_entry, write_synced
 from shoal.errors import RequestError
 from shoal.evaluation.execution import ExecutionResult, Solution, execute_all, pass_counts
+from shoal.evaluation.exports import page
 from shoal.evaluation.figure import png, svg
-from shoal.evaluation.page import page
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sampling import Sampler, SamplingConfig
 from shoal.evaluation.sandbox import Sandbox

@@ -42,7 +42,7 @@ from shoal.models.runner import Runner
 from shoal.models.sources import require_source
 from shoal.models.structure import Belongings
 from shoal.sampling.acceptance import RULES
-from shoal.sampling.purity import require_stateless
+from shoal.sampling.processors import require_stateless
 
 
 class KeptModel(NamedTuple):

@@ -30,7 +30,7 @@ from transformers.masking_utils import create_causal_mask
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
-from shoal.models.attention.pad import pad
+from shoal.models.attention.unfused import pad
 from shoal.models.cache import SlotCache
 from shoal.models.executors.executor import embedded
 from shoal.models.structure import Structure, last_column

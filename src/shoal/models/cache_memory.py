@@ -8,7 +8,7 @@ import torch
 
 from shoal.models import compiled
 from shoal.models.attention import methods
-from shoal.models.available import explained
+from shoal.models.device import explained
 
 if TYPE_CHECKING:
     from shoal.models.runner import Runner

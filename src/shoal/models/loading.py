@@ -15,13 +15,13 @@ from transformers.pytorch_utils import Conv1D
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
 from shoal.models.executors.transformers_models import C_DECODER
-from shoal.models.fixed_shapes import make_strict
 from shoal.models.gguf.gguf_runner import load_gguf, require_own_options
 from shoal.models.gguf.own import ROUNDED, own_model
 from shoal.models.lean.decoder import in_family
 from shoal.models.load_checks import KeptChecks, kept_checks
 from shoal.models.load_report import StageWatch, unwatched
 from shoal.models.mixers import use_mixers
+from shoal.models.passes import make_strict
 from shoal.models.pretrained import causal_config, load_weights, no_groups
 from shoal.models.quantize import Int8Linear, cannot_save, quantized, set_apart
 from shoal.models.runner import Runner
@@ -65,7 +65,7 @@ def wrap(
 
     Args:
         strict: True for passes whose bits do not depend on the other rows in them
-            (`shoal.models.fixed_shapes`).
+            (`shoal.models.passes`).
         results: the kept results of checks of earlier loads; None = there are none.
         kv: "int8" for keys and values that are rounded when they are written
             (`shoal.models.cache.row_store`). The check of the model comes before, without rounding;
@@ -74,7 +74,7 @@ def wrap(
     Raises:
         RequestError: the model is in training mode, strict is on an accelerator or with another
             attention, or kv is unknown or on an accelerator.
-        UnsupportedModel: see `shoal.models.structure`, `selfcheck` and `fixed_shapes`.
+        UnsupportedModel: see `shoal.models.structure`, `selfcheck` and `passes`.
     """
     require_eval(hf, name)
     _require_kv(kv, hf.device)

@@ -41,7 +41,7 @@ class ModelFacts:
         shares: True if rows of a group may read one stored prompt.
         takes_trees: False if draft trees cannot be fed: the model finds positions, or keeps states.
         mixers: the modules that keep recurrent states (`shoal.models.mixers`); None if none does.
-        forward_context: the function of the context of each pass (`shoal.models.fixed_shapes`).
+        forward_context: the function of the context of each pass (`shoal.models.passes`).
         kv: the format of keys and values in the cache, "off" or "int8".
         notes: the measurements and choices of the load, by subject.
         absent: the executors that were ruled out when the model was loaded, and the reasons.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.models.attention.native import MOST_COLUMNS
+from shoal.models.attention.unfused import MOST_COLUMNS
 from shoal.models.runner import Runner
 from shoal.types.requests import Prefix
 from shoal.types.trees import Block

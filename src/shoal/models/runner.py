@@ -17,7 +17,7 @@ from shoal.models.cache.kept_rows import KeptStates
 from shoal.models.cache.pass_plan import PACK_FROM, Parents
 from shoal.models.cache_memory import CacheMemory
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.device_time import RunnerCounts
+from shoal.models.device import RunnerCounts
 from shoal.models.executors.executor import (
     Executor,
     Explanation,

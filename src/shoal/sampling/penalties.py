@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.errors import RequestError
-from shoal.sampling.purity import name_of
+from shoal.sampling.processors import name_of
 from shoal.types.rounds import Faults
 from shoal.types.stats import TokenCounts
 from shoal.types.trees import Positions

@@ -9,7 +9,6 @@ responses.py         the answer of a request, whole or as events
 request_models.py    the fields of requests
 message_models.py    the fields of messages and tools
 request_fields.py    the types of fields, and the fields of vLLM's API
-bodies.py            reads the bodies of requests
 response_models.py   the fields of answers
 tools.py             the fields of tools
 tool_calls.py        calls in texts
@@ -29,7 +28,8 @@ token_details.py     the details of tokens, those of prompts for `echo` included
 compiled_grammars.py compiles grammars under limits
 grammar_probe.py     the process that tries grammars first
 api_errors.py        errors as OpenAI writes them; the paths of the API
-app.py               the application; routes.py, access.py (names of hosts, keys, TLS): its parts
+app.py               the application; routes.py: its routes
+access.py            names of hosts, keys, TLS, and the bodies of requests
 logs.py              a line per request, and its record
 prometheus_metrics.py the metrics, and those of replicas
 run.py               uvicorn, signals, draining, the limits of connections, and the answers until a
@@ -40,5 +40,4 @@ serve_config.py      the configuration of a process that serves
 cluster.py           replicas on Ray
 relay.py             the logs of replicas
 pool.py              batches in several processes on Ray
-answerer.py          one of these processes
 """

@@ -30,10 +30,9 @@ from starlette.types import Receive, Scope, Send
 from shoal import __version__
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
-from shoal.serve import api_errors, bodies, logs, response_models, routes
-from shoal.serve.access import HostCheck, is_valid_key, owner_of
+from shoal.serve import access, api_errors, logs, response_models, routes
+from shoal.serve.access import CLIENT_GONE, HostCheck, is_valid_key, owner_of
 from shoal.serve.api_errors import CHAT, COMPLETIONS, INFILL, RESPONSES, ApiError, written
-from shoal.serve.bodies import CLIENT_GONE
 from shoal.serve.handler import ApiHandler
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.logs import Exchanges
@@ -244,7 +243,7 @@ def _answer_routes(handler: ApiHandler) -> APIRouter:
 
 async def _answer(handler: ApiHandler, request: Request, path: str) -> Response:
     fields, owner = (
-        await bodies.read(request, handler.settings.max_body),
+        await access.read_body(request, handler.settings.max_body),
         getattr(request.state, "owner", ""),
     )
     response = await (

@@ -22,7 +22,7 @@ import torch
 
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError, ModelError, OutOfStep, ShoalError
-from shoal.models.available import explained
+from shoal.models.device import explained
 from shoal.models.structure import ask_again, asked_once
 from shoal.serve.api_errors import ApiError
 from shoal.types.rounds import Commit

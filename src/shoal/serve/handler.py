@@ -18,7 +18,7 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.errors import InternalError
 from shoal.models.pretrained import own_sampling
-from shoal.serve import bodies
+from shoal.serve import access
 from shoal.serve.api_errors import RESPONSES, ApiError, Json
 from shoal.serve.api_formats import FORMATS
 from shoal.serve.batch_lines import BatchLine
@@ -47,7 +47,7 @@ def validated(path: str, fields: dict[str, Any], settings: Settings) -> Any:
         RequestValidationError: a field is wrong.
     """
     kind = ResponsesRequest if path == RESPONSES else FORMATS[path].request_model
-    request = bodies.validated(kind, fields)
+    request = access.validated(kind, fields)
     if request.model and request.model not in settings.names:
         raise no_model(request.model, settings)
     return request
@@ -143,7 +143,7 @@ class ApiHandler:
     def _parsed_infill(
         self, fields: dict[str, Any]
     ) -> tuple[InfillRequest, tuple[ParsedRequest, bool]]:
-        request = bodies.validated(InfillRequest, fields)
+        request = access.validated(InfillRequest, fields)
         return request, parsed_infill(self._builder, request)
 
     def require_model(self, name: str | None) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.constraints.protocol import Cutting
+from shoal.serve.access import validated
 from shoal.serve.api_errors import Json, api_error_of, naming
-from shoal.serve.bodies import validated
 from shoal.serve.message_models import InfillRequest
 from shoal.serve.request_builder import ParsedRequest, RequestBuilder
 from shoal.serve.request_models import CompletionRequest

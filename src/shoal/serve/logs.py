@@ -17,8 +17,8 @@ from typing import Any, Final, Literal
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal.serve.access import CLIENT_GONE
 from shoal.serve.api_errors import api_error_of
-from shoal.serve.bodies import CLIENT_GONE
 
 HEADER = "x-request-id"
 VALID = re.compile(r"[\x21-\x7e]{1,128}")

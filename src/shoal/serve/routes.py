@@ -30,7 +30,7 @@ from shoal.api import Shoal
 from shoal.constraints.fim import middle_tokens
 from shoal.constraints.syntax.requests import installed_languages
 from shoal.models.sources import people_call
-from shoal.serve import bodies, response_models
+from shoal.serve import access, response_models
 from shoal.serve.api_errors import ApiError
 from shoal.serve.handler import ApiHandler
 from shoal.serve.message_models import Message
@@ -238,7 +238,7 @@ def token_routes(handler: ApiHandler) -> APIRouter:
     )
     async def tokenize(request: Request) -> Tokens:
         """The token ids of a text or a conversation."""
-        fields = bodies.validated(TokenizeRequest, await bodies.read(request, most))
+        fields = access.validated(TokenizeRequest, await access.read_body(request, most))
         return await run_in_threadpool(_tokenized, handler, fields)
 
     @router.post(
@@ -248,7 +248,7 @@ def token_routes(handler: ApiHandler) -> APIRouter:
     )
     async def detokenize(request: Request) -> Detokenized:
         """The text of token ids."""
-        fields = bodies.validated(DetokenizeRequest, await bodies.read(request, most))
+        fields = access.validated(DetokenizeRequest, await access.read_body(request, most))
         handler.require_model(fields.model)
         return await run_in_threadpool(
             lambda: Detokenized(prompt=handler.encoder.decode(fields.tokens, "tokens"))

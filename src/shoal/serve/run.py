@@ -29,9 +29,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shoal.errors import InternalError, RequestError
 from shoal.serve import logs
-from shoal.serve.access import Tls
+from shoal.serve.access import BODY_TIMEOUT_SECONDS, Tls
 from shoal.serve.api_errors import ApiError
-from shoal.serve.bodies import BODY_TIMEOUT_SECONDS
 from shoal.serve.worker import Worker
 
 ARRIVAL_TIMEOUT_SECONDS: dict[Any, float] = {

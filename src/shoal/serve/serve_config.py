@@ -12,7 +12,7 @@ from shoal.api import Shoal
 from shoal.engine.engine import Engine
 from shoal.engine.waiting import QUANTUM
 from shoal.errors import RequestError
-from shoal.models.available import kv_budget
+from shoal.models.device import kv_budget
 from shoal.models.load_report import LoadStages
 from shoal.sampling.acceptance import RULES
 from shoal.serve.app import make_app
@@ -37,7 +37,7 @@ class ServeConfig:
         lookahead: see `Shoal.engine`.
         rule: a name of `shoal.sampling.acceptance.RULES`.
         kv_bytes: memory for keys and values; None = a fraction of the free memory, see
-            `shoal.models.available`.
+            `shoal.models.device`.
         prefix_bytes: the part of this memory for prompts that are kept for later requests; None =
             `PREFIX_SHARE`.
     """

@@ -7,7 +7,7 @@ fused       one Triton kernel, each row at its exact length, shared prompts incl
             (or Triton's interpreter)
 native      one kernel in C, each row at its exact length, shared prompts included; CPU with a
             C compiler; long prompts by split
-strict      bits that depend on the query's own row only; CPU (`shoal.models.fixed_shapes`)
+strict      bits that depend on the query's own row only; CPU (`shoal.models.passes`)
 bifurcated  tails padded, each shared prompt once for all its rows; pad and split call it where
             prompts are shared
 auto        fused where it runs on CUDA; on a CPU native where there is a C compiler; else pad
@@ -36,9 +36,8 @@ from torch.nn.functional import pad as zero_pad
 from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models.attention.fused import available, fits, fused
 from shoal.models.attention.inputs import AttentionInputs, additive, seen_in_chains
-from shoal.models.attention.native import available as native_available
-from shoal.models.attention.native import native
-from shoal.models.attention.pad import attend_folded, bifurcated, pad, split
+from shoal.models.attention.unfused import attend_folded, bifurcated, native, pad, split
+from shoal.models.attention.unfused import available as native_available
 
 TILE = 4
 """The number of query positions per tile.

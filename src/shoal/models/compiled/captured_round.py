@@ -26,7 +26,7 @@ from shoal.models.compiled.round_functions import (
     WrittenCells,
 )
 from shoal.models.compiled.transfer import Arrival, Download, Found, unpacked
-from shoal.models.device_time import Moments
+from shoal.models.device import Moments
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers of as many bytes as a number."""

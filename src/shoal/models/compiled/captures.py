@@ -27,11 +27,11 @@ from torch import Tensor
 
 from shoal.errors import InternalError
 from shoal.models.attention.methods import METHODS, resolved
-from shoal.models.available import is_out_of_memory
 from shoal.models.bridge import Bridge, ReplacedWeights
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.block import Block, Bucket, Stores, View, step_up
 from shoal.models.compiled.executors import EXECUTORS, Executor, Run
+from shoal.models.device import is_out_of_memory
 from shoal.models.load_checks import LIMITS, divergences
 
 MOST_KINDS = 3

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.models.device_time import event_for
+from shoal.models.device import event_for
 from shoal.types.rounds import Verdict
 
 Numbers = npt.NDArray[np.int64]

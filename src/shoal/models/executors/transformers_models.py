@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from shoal.models.attention.native import MOST_COLUMNS, takes
-from shoal.models.available import is_out_of_memory
+from shoal.models.attention.unfused import MOST_COLUMNS, takes
 from shoal.models.bridge import Bridge
 from shoal.models.compiled.captures import require_device, words_of
+from shoal.models.device import is_out_of_memory
 from shoal.models.executors.executor import Executor, PassBatch, PassOutput
 from shoal.models.lean.forward import LeanPass, known_tokens
 
@@ -27,7 +27,7 @@ class Modules:
     """The executor that computes any batch by a model's modules, with shoal's attention.
 
     Attributes:
-        forward_context: entered for the length of each pass (`shoal.models.fixed_shapes`).
+        forward_context: entered for the length of each pass (`shoal.models.passes`).
     """
 
     name = MODULES

@@ -2,10 +2,9 @@
 
 The weights are those of an unmodified model.
 
-kernels       the Triton kernels
-operations    launches the kernels
-drawing       draws of a drafter's steps
-draw_kernels  the Triton kernels of the draws
-decoder       the pass
-eight_bit     linear layers with weights of one byte
+triton_decoder  the pass
+operations      products with weights of 8 bits, and the steps between products
+layer_kernels   the Triton kernels of `operations`
+gpu_draws       the distributions and draws of a round
+draw_kernels    the Triton kernels of `gpu_draws`
 """

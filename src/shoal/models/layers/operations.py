@@ -1,14 +1,195 @@
-"""The steps between the products of a decoder layer, one launch each.
+"""The operations of a decoder layer on CUDA: products with weights of 8 bits, and what is between.
 
-The steps ask nothing of the host and may be captured.
+The weights of a product are int8 or fp8; where few tokens are computed, they are read as bytes.
+Each step between products is one launch, asks nothing of the host and may be captured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shoal.models.lean.decoder import Norm
+from shoal.models.weights.layers import joined, starts
+from shoal.models.weights.matrix import ACTIVATIONS, Matrix, Products
+
+MOST_TOKENS = 256
+"""The largest number of tokens whose product reads more than it computes.
+
+Beyond it, weights are unpacked for the product, as for prompts.
+"""
+TOKENS = 64
+"""The largest number of tokens of a program.
+
+Of several such programs all but the first find the weights in the cache of the GPU.
+"""
+FEW = 16
+"""The number of tokens up to which a product only waits for its weights."""
+
+
+class ProductCut(NamedTuple):
+    """The cut of a product into programs.
+
+    Attributes:
+        outputs: outputs of a program.
+        inputs: inputs per step.
+        stages: steps in flight.
+    """
+
+    outputs: int
+    inputs: int
+    stages: int
+
+
+NARROW, MIDDLE, WIDE = (ProductCut(32, 128, 6), ProductCut(32, 128, 4), ProductCut(128, 64, 4))
+"""The cuts for matrices of few outputs, of many, and of many with more than `FEW` tokens.
+
+Chosen on an H200, where `benchmarks/gpu/products.py` times such products.
+"""
+MANY = 16384
+"""The number of outputs from which on a matrix has many, so that `WIDE` occupies a GPU."""
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The number formats of weights, with the largest weight of an output in each."""
+
+
+def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Computes x Wᵀ * scales + bias, [tokens, out] in the dtype of x.
+
+    Args:
+        x: [tokens, in], contiguous.
+        weight: [out, in] of a format in `LARGEST`, contiguous.
+        scales: [out] float32.
+        bias: [out] or None.
+    """
+    tokens, outputs = len(x), len(weight)
+    if tokens > MOST_TOKENS:
+        return F.linear(x, weight.to(x.dtype).mul_(scales[:, None]), bias)
+    from shoal.models.layers import layer_kernels
+
+    out, cut = x.new_empty(tokens, outputs), cut_of(tokens, outputs)
+    block = token_block(tokens)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        layer_kernels.eight_bit_product[(-(-tokens // block), -(-outputs // cut.outputs))](
+            x=x,
+            weight=weight,
+            scales=scales,
+            bias=bias,
+            out=out,
+            tokens=tokens,
+            inputs=x.shape[1],
+            outputs=outputs,
+            BLOCK_T=block,
+            BLOCK_N=cut.outputs,
+            BLOCK_K=cut.inputs,
+            num_warps=4,
+            num_stages=cut.stages,
+        )
+    return out
+
+
+def cut_of(tokens: int, outputs: int) -> ProductCut:
+    """Returns the cut of a product."""
+    if outputs < MANY:
+        return NARROW if tokens <= FEW else MIDDLE
+    return MIDDLE if tokens <= FEW else WIDE
+
+
+def token_block(tokens: int) -> int:
+    """Returns the tokens of a program: all up to `TOKENS`, in a power of two for tensor cores."""
+    return min(TOKENS, max(16, 1 << (tokens - 1).bit_length()))
+
+
+class WeightOnly8Bit(nn.Module):
+    """A linear layer y = x Wᵀ + b with weights of 8 bits and a scale per output.
+
+    Activations keep their dtype.
+
+    Args:
+        form: a format in `LARGEST`.
+
+    Attributes:
+        weight: [out, in] of that format.
+        scales: [out] float32.
+        bias: [out] or None.
+    """
+
+    def __init__(self, layer: nn.Linear, form: torch.dtype = torch.int8) -> None:
+        super().__init__()
+        wide = layer.weight.detach().float()
+        scales = wide.abs().amax(dim=1).clamp(min=1e-12) / LARGEST[form]
+        # A weight that overflows fp8 would be NaN.
+        scaled = (wide / scales[:, None]).clamp(-LARGEST[form], LARGEST[form])
+        self.weight = nn.Parameter(
+            (scaled if form.is_floating_point else scaled.round()).to(form), requires_grad=False
+        )
+        self.scales, self.bias = nn.Parameter(scales, requires_grad=False), layer.bias
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes [..., in] -> [..., out], in the dtype of `x`."""
+        y = product(x.reshape(-1, x.shape[-1]), self.weight, self.scales, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class WeightOnlyMatrix(Matrix):
+    """The matrix W of 8 bits, [out, in], with a scale per output (`product`).
+
+    It is the weight of one `WeightOnly8Bit`, or of several, one below the other.
+
+    Attributes:
+        scales: [out] float32.
+    """
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        self.scales = scales
+        super().__init__(weight, bias)
+
+    def _products(self) -> Products:
+        weight, scales, bias = self._weight, self.scales, self.bias
+
+        def linear(x: Tensor, activation: str = "none") -> Tensor:
+            y = product(x, weight, scales, bias)
+            return y if activation == "none" else ACTIVATIONS[activation](y)
+
+        def linear_add(x: Tensor, other: Tensor) -> Tensor:
+            return product(x, weight, scales, bias).add_(other)
+
+        def linear_mul(x: Tensor, other: Tensor) -> Tensor:
+            return product(x, weight, scales, bias).mul_(other)
+
+        return linear, linear_add, linear_mul
+
+
+@torch.no_grad()
+def matrix_of_8_bit(layers: Sequence[WeightOnly8Bit]) -> WeightOnlyMatrix:
+    """Makes one matrix of layers, as `shoal.models.weights.matrix_of` does.
+
+    Weights, scales and biases of the layers become rows of common tensors. A bias that another
+    model has as well stays that model's.
+
+    Raises:
+        ValueError: some have a bias and some have none, or unlike inputs or formats.
+    """
+    if len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
+        raise ValueError(
+            "layers of one matrix need the same input, the same format, and all a bias or none"
+        )
+    weight = joined([layer.weight.detach().view(torch.int8) for layer in layers]).view(
+        layers[0].weight.dtype
+    )
+    scales = joined([layer.scales.detach() for layer in layers])
+    bias = None if layers[0].bias is None else joined([layer.bias.detach() for layer in layers])
+    for layer, start in zip(layers, starts(layers), strict=True):
+        rows = slice(start, start + layer.out_features)
+        layer.weight.data, layer.scales.data = weight[rows], scales[rows]
+        if bias is not None and layer.bias.data_ptr() != bias[rows].data_ptr():
+            layer.bias = nn.Parameter(bias[rows], requires_grad=False)
+    return WeightOnlyMatrix(weight, scales, bias)
+
 
 MOST_WIDTH = 16384
 """The most features of a row that a program of `add_norm` holds in registers."""

@@ -24,8 +24,15 @@ from shoal.models.attention.fused import available
 from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.layers.eight_bit import WeightOnly8Bit, matrix_of_8_bit
-from shoal.models.layers.operations import MOST_WIDTH, add_norm, begin, heads, silu_mul
+from shoal.models.layers.operations import (
+    MOST_WIDTH,
+    WeightOnly8Bit,
+    add_norm,
+    begin,
+    heads,
+    matrix_of_8_bit,
+    silu_mul,
+)
 from shoal.models.lean.decoder import Decoder, MatrixOf, decoder_of
 from shoal.models.weights import LINEARS, Matrix, matrix_of
 

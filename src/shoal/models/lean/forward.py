@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
-from shoal.models.attention.native import takes
+from shoal.models.attention.unfused import takes
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.row_store import SCALE_BYTES
 from shoal.models.executors.executor import embedded

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Sampling
-from shoal.models.attention.native import takes
+from shoal.models.attention.unfused import takes
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.executors.transformers_models import C_DECODER

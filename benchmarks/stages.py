@@ -23,7 +23,7 @@ from rich.table import Table
 import shoal
 from held_out import problems
 from shoal.drafting import model as draft_model
-from shoal.engine import engine, logprobs
+from shoal.engine import commit, engine
 from shoal.models import runner
 from shoal.models.cache import slots
 from shoal.models.lean.steps import LeanSteps
@@ -37,7 +37,7 @@ WATCHED: dict[str, tuple[Any, str]] = {
     "noise": (acceptance.Rejection, "uniforms"),
     "target: distributions": (scores.Scores, "p"),
     "acceptance": (acceptance.Rejection, "decide"),
-    "log-probabilities": (logprobs, "reported"),
+    "log-probabilities": (commit, "logprobs_of"),
     "commit": (engine, "commit"),
     "plans": (runner.Plan, "__init__"),
     "cache: begin": (slots.SlotCache, "begin"),

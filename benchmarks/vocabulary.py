@@ -19,7 +19,7 @@ from torch import Tensor
 from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
 from shoal.config import Sampling
-from shoal.engine import logprobs
+from shoal.engine import commit
 from shoal.sampling.acceptance import RULES
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.drawing import draw
@@ -65,7 +65,7 @@ def judged(vocab: int, rule: str, **sampling: Any) -> tuple[Callable[[], Any], C
     blocks = [[*drafts[: len(path)], last] for drafts, path, last in zip(tree.drafts, paths, following, strict=True)]
     columns, scores = [range(len(block)) for block in blocks], Scores(logits, Positions.of(rows, tree))
     share = float(verdict.accepted.sum()) / (BATCH * DRAFTED)
-    return decide, lambda: logprobs.reported(rows, blocks, columns, scores, verdict), share
+    return decide, lambda: commit.logprobs_of(rows, blocks, columns, scores, verdict), share
 
 
 def stages(vocab: int) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from common import arguments, deliver, device_or_exit, microseconds
-from shoal.bench.evidence import ceilings
+from shoal.bench.work import ceilings
 from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import METHODS, reference
 from shoal.models.cache import Plan

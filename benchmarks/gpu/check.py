@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common import PRETEND, arguments, deliver, device_or_exit
-from shoal.bench.evidence import ceilings
+from shoal.bench.work import ceilings
 from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.lean.decoder import Norm
 

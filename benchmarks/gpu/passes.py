@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 from common import PRETEND, arguments, deliver, device_or_exit, dtype_of
-from shoal.bench.evidence import Load, ceilings
 from shoal.bench.measure import in_turns
 from shoal.bench.random_pairs import shaped_pair
-from shoal.bench.work import timed
+from shoal.bench.work import Load, ceilings, timed
 from shoal.models import loading
 from shoal.models.passes import use_fused_layers
 from shoal.models.runner import Runner

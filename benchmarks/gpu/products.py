@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common import arguments, deliver, device_or_exit, microseconds
-from shoal.bench.evidence import ceilings
+from shoal.bench.work import ceilings
 from shoal.sampling import drawing
 from shoal.sampling.uniforms import BUCKETS
 

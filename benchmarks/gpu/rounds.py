@@ -28,9 +28,8 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from common import arguments, deliver, device_or_exit, dtype_of, failures_of
 from shoal.api import Shoal
-from shoal.bench.evidence import Load, ceilings
 from shoal.bench.random_pairs import imposing, shaped_pair
-from shoal.bench.work import timed
+from shoal.bench.work import Load, ceilings, timed
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.models.compiled.captured_round import CapturedRound

@@ -33,7 +33,7 @@ from shoal.engine.stream import Stream
 from shoal.engine.validation import GenerateCall, rule_of
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
-from shoal.models.weights.versions import Updates
+from shoal.models.weights.parameter import Updates
 from shoal.types.arguments import Integer, Options, Prompts, split_options
 from shoal.types.rollouts import Rollouts
 from shoal.types.samples import Result

@@ -1,7 +1,7 @@
 """`shoal bench` measures what it says: identity first, equal work for every method, figures that follow from counts.
 
 Tests of: bench.job_runner, bench.decoding_methods, bench.report, bench.report_views, bench.random_pairs,
-bench.work, bench.evidence, bench.quick, cli.bench.
+bench.work, bench.quick, cli.bench.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from shoal.api import Shoal
 from shoal.bench import decoding_methods, machine, quick, random_pairs, report_views
 from shoal.bench import job_runner as bench_runner
 from shoal.bench.decoding_methods import Job
-from shoal.bench.evidence import Load, rates
 from shoal.bench.job_runner import BenchmarkRunner, peak_tensor_bytes
 from shoal.bench.random_pairs import Imposed, imposing
 from shoal.bench.report import Report, ReportLine, Spread, line
-from shoal.bench.work import Case, Run, Work, work_of
+from shoal.bench.work import Case, Load, Run, Work, rates, work_of
 from shoal.cli import bench as cli_bench
 from shoal.cli import run as command_line
 from shoal.errors import InternalError

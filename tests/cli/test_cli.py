@@ -1,7 +1,7 @@
 """The command line: what it prints, what it refuses, and with which exit code.
 
 Tests of: cli.generate, cli.demo, cli.check, cli.options, cli.option_groups, cli.views, cli.printed_samples, cli.console, cli.files,
-cli.help, bench.measure.
+bench.measure.
 """
 
 from __future__ import annotations

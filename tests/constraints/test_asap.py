@@ -1,6 +1,6 @@
 """Rows draw by estimates of what their beginnings are worth: over-estimates that fall to the truth, and weights that stay right.
 
-Tests of: constraints.estimates, constraints.dressing, engine.logprobs.
+Tests of: constraints.estimates, constraints.dressing, engine.commit.
 """
 
 from __future__ import annotations
@@ -271,9 +271,9 @@ def late(right: Callable[..., list[float]]) -> Callable[..., list[float]]:
 
 @pytest.mark.parametrize("sabotage", [undivided, late])
 def test_wrong_weights_show(sabotage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.engine import logprobs
+    from shoal.engine import commit
 
-    monkeypatch.setattr(logprobs, "log_weights", sabotage(logprobs.log_weights))
+    monkeypatch.setattr(commit, "log_weights", sabotage(commit.log_weights))
     assert sum(gap > 1e-3 for gap in gaps()) > 20
 
 

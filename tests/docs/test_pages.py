@@ -1,6 +1,6 @@
 """What the pages show is true: their Python runs, their commands parse, their links lead somewhere, their names exist.
 
-Tests of: README.md, DESIGN.md, CHANGELOG.md, docs/, benchmarks/README.md; cli.help.
+Tests of: README.md, DESIGN.md, CHANGELOG.md, docs/, benchmarks/README.md, scripts/help_pages.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typer import rich_utils
 
 import module_map
 import shoal
+from help_pages import render
 from readme import ROOT, blocks, run_blocks, shoal_commands
 from shoal.cli import run
-from shoal.cli.help import render
 from shoal.drafting import registry
 
 README, DESIGN, DOCS = ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "docs"
@@ -107,7 +107,7 @@ def test_the_help_page_is_what_the_program_says(monkeypatch: pytest.MonkeyPatch)
     for name in ("MAX_WIDTH", "COLOR_SYSTEM", "FORCE_TERMINAL"):
         monkeypatch.setattr(rich_utils, name, getattr(rich_utils, name))  # rendering sets them
     written, said = words_by_page((DOCS / "help.txt").read_text(encoding="utf-8")), words_by_page(render())
-    assert written == said, "docs/help.txt is out of date: run python -m shoal.cli.help"
+    assert written == said, "docs/help.txt is out of date: run python scripts/help_pages.py"
     assert {"--max-new-tokens", "--temperature"} <= said["shoal generate --help"]
 
 

@@ -1,6 +1,6 @@
 """Assistants of Gemma 4: drafts by Transformers' definition in ragged batches, exact by their q; refused where they do not fit.
 
-Tests of: models.lent_keys, drafting.target_keys, drafting.trained_heads, drafting.registry.
+Tests of: models.target_models, drafting.target_keys, drafting.trained_heads, drafting.registry.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shoal.drafting.target_keys import AssistantDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, UnsupportedModel
 from shoal.lookahead.controller import Fixed
-from shoal.models import lent_keys
-from shoal.models.lent_keys import LentKeys
+from shoal.models import target_models
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
+from shoal.models.target_models import LentKeys
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair
 from shoal.types.requests import Request, Row
@@ -79,7 +79,7 @@ def difference(pair: Pair, proposals: Sequence[Proposal], enough: float = math.i
 
 # ── what is drafted ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-REAL_KEYS, REAL_ATTEND, REAL_FORWARD = LentKeys.__getitem__, lent_keys._attend, lent_keys.AssistantModel.forward
+REAL_KEYS, REAL_ATTEND, REAL_FORWARD = LentKeys.__getitem__, target_models._attend, target_models.AssistantModel.forward
 
 
 def of_the_next_row(keys: LentKeys, kind: str) -> tuple[Tensor, Tensor]:
@@ -110,8 +110,8 @@ SABOTAGES: list[tuple[Any, str, Any]] = [
     (LentKeys, "__getitem__", of_the_next_row),
     (LentKeys, "__getitem__", of_the_other_kind),
     (trained_heads, "last_kept", of_the_last_column),
-    (lent_keys.AssistantModel, "forward", one_position_less),
-    (lent_keys.AssistantModel, "forward", always_the_first_state),
+    (target_models.AssistantModel, "forward", one_position_less),
+    (target_models.AssistantModel, "forward", always_the_first_state),
 ]
 
 

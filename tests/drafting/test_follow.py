@@ -1,6 +1,6 @@
 """Updates of a target in place: what shares its weights follows, what has its own is counted as behind, drafters are realigned.
 
-Tests of: models.weights.versions, models.four_bits, models.first_layers, models.mtp_layer, models.drafted_passes,
+Tests of: models.weights.parameter, models.four_bits, models.target_models, models.mtp_layer, models.drafted_passes,
 drafting.following, drafting.distillation, api.
 """
 
@@ -22,7 +22,6 @@ from mtp_layers import save_mtp
 from shoal.drafting.protocol import DraftInputs
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models import four_bits
-from shoal.models.weights import versions
 from shoal.models.weights.parameter import PackedWeight
 from shoal.testing import tiny_model, tiny_tokenizer
 from shoal.types.rollouts import Rollouts
@@ -189,7 +188,7 @@ def test_what_heads_share_with_the_target_is_not_their_own(draft: str, tmp_path:
 
 
 def test_nobody_who_looks_is_noticed(saved_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_counted", lambda tensor: (0, 0))
+    monkeypatch.setattr("shoal.models.weights.parameter._counted", lambda tensor: (0, 0))
     pair = shoal.load(*saved_pair, dtype="float32")
     behind(pair)
     update(pair.target.hf)

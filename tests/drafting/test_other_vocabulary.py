@@ -1,6 +1,6 @@
 """Drafters with another tokenizer: which tokens are shared, what the drafter reads; the tokens are those of plain decoding.
 
-Tests of: models.vocabulary, drafting.contexts, drafting.model, models.spelling, models.trimming,
+Tests of: models.vocabulary, drafting.contexts, drafting.model, models.spelling, models.vocabulary,
 drafting.other_vocabulary.
 """
 
@@ -32,8 +32,7 @@ from shoal.errors import PairMismatch
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.models.spelling import Spelling
-from shoal.models.trimming import proposable
-from shoal.models.vocabulary import SharedIds, vocabularies
+from shoal.models.vocabulary import SharedIds, proposable, vocabularies
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import check_drafter

@@ -1,7 +1,7 @@
 """A target that drafts for itself: what an exit drafts is what it says, in ragged batches over the target's own cache, which stays
 as plain decoding leaves it; exact by the exit's q; refused where there is no such exit.
 
-Tests of: drafting.early_exit, drafting.target_keys, models.first_layers, drafting.model, drafting.draft.
+Tests of: drafting.early_exit, drafting.target_keys, models.target_models, drafting.model, drafting.draft.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shoal.drafting.target_keys import self_drafter
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
-from shoal.models.first_layers import first_layers, head_of
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
+from shoal.models.target_models import first_layers, head_of
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import save_pair, tiny_model
 from shoal.testing.drafters import check_drafter

@@ -1,6 +1,6 @@
 """Texts drawn without replacement by rows that run together: their law, in order, by enumeration, and their weights.
 
-Tests of: engine.joint_rows, constraints.estimates, constraints.dressing, engine.logprobs.
+Tests of: engine.joint_rows, constraints.estimates, constraints.dressing, engine.commit.
 """
 
 from __future__ import annotations

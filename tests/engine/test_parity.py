@@ -3,7 +3,7 @@
 Greedy rows equal plain decoding with any drafter. Sampled rows do when the drafter is the target, since both draw a token with the
 same uniform. Plain decoding is `shoal.testing.reference`: one row, no cache, no batch, a stock Transformers model.
 
-Tests of: engine.logprobs, engine.ended_rows, types.trees, engine.engine.
+Tests of: engine.commit, engine.ended_rows, types.trees, engine.engine.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.models.cache.kept_prompts import MIN_TOKENS, KeptPrefixes, PrefixTree
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
-from shoal.models.weights import versions
+from shoal.models.weights.parameter import _sums_of
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of
@@ -512,8 +512,8 @@ def test_what_is_kept_stays_while_nothing_changes() -> None:
         torch.arange(9.0)[1:],
         torch.tensor(True),
     ):
-        (alone,) = versions._sums_of(tensor)
-        assert torch.equal(alone, next(iter(versions._sums_of(tensor.clone()))))
+        (alone,) = _sums_of(tensor)
+        assert torch.equal(alone, next(iter(_sums_of(tensor.clone()))))
 
 
 def test_a_layer_around_the_head_is_other_weights() -> None:

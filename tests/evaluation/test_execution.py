@@ -1,6 +1,6 @@
 """Results in every language and sandbox: right, wrong, unreadable, and programs that end too early or not at all.
 
-Tests of: evaluation.execution, evaluation.languages, evaluation.toolchains
+Tests of: evaluation.execution, evaluation.languages, evaluation.sandbox
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from shoal.evaluation.execution import ExecutionResult, PassCounts, execute, exe
 from shoal.evaluation.language import Language
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem, read_humaneval, read_mbxp
-from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.toolchains import find_toolchain, require
+from shoal.evaluation.sandbox import Sandbox, find_toolchain, require
 
 PLACE = Path(__file__).parents[1] / "data/programs.json"
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -18,9 +18,8 @@ from shoal.evaluation.execution import execute
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import MULTIPL_E_LANGUAGES as NAMES
 from shoal.evaluation.problems import Problem, read_multipl_e
-from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.sandbox import Sandbox, require
 from shoal.evaluation.tasks import code_tasks
-from shoal.evaluation.toolchains import require
 from shoal.testing import tiny_tokenizer
 
 PLACE = Path(__file__).parents[1] / "data/programs.json"

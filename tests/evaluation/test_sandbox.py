@@ -21,7 +21,7 @@ import pytest
 import shoal
 from sandboxes import sandbox_of
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import cgroup, isolation, process_tree, sandbox, sandbox_exec, supervisor, toolchains
+from shoal.evaluation import cgroup, isolation, process_tree, sandbox, sandbox_exec, supervisor
 from shoal.evaluation.language import MIB, Bounds, Step, StepResult
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.sandbox import Sandbox
@@ -75,7 +75,7 @@ def attack(box: Sandbox, folder: Path, token: str) -> Callable[..., StepResult]:
     """Runs the source of a Python program."""
 
     def run(source: str, **bounds: float) -> StepResult:
-        step = toolchains.find_toolchain("python", box).steps(LANGUAGES["python"])[-1]
+        step = sandbox.find_toolchain("python", box).steps(LANGUAGES["python"])[-1]
         step = replace(step, command=[step.command[0], "main.py", token], bounds=replace(BOUNDS, **bounds))  # type: ignore[arg-type]
         return box.run({"main.py": textwrap.dedent(source)}, step)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes import sandbox_of
-from shoal.evaluation import isolation, sandbox_exec, supervisor, toolchains
+from shoal.evaluation import isolation, sandbox, sandbox_exec, supervisor
 from shoal.evaluation.execution import execute
 from shoal.evaluation.language import MIB, Bounds, StepResult
 from shoal.evaluation.languages import LANGUAGES
@@ -30,7 +30,7 @@ def box(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 
 def run(box: Sandbox, source: str, **bounds: int) -> StepResult:
-    (step,) = toolchains.find_toolchain("python", box).steps(LANGUAGES["python"])
+    (step,) = sandbox.find_toolchain("python", box).steps(LANGUAGES["python"])
     return box.run({"main.py": textwrap.dedent(source)}, replace(step, bounds=replace(Bounds(), **bounds)))  # type: ignore[arg-type]
 
 

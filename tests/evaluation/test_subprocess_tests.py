@@ -30,9 +30,8 @@ from shoal.evaluation.execution import execute
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.plain_values import NotSerializable, decode, encode
 from shoal.evaluation.problems import Problem
-from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.sandbox import Sandbox, find_toolchain
 from shoal.evaluation.subprocess_tests import JOB, SHARED
-from shoal.evaluation.toolchains import find_toolchain
 
 
 @pytest.fixture(scope="module")

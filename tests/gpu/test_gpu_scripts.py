@@ -1,6 +1,6 @@
 """benchmarks/gpu without a GPU: refused clearly, its stages and its table, and the same lines tried out on the CPU.
 
-Tests of: bench.evidence, bench.random_pairs.
+Tests of: bench.work, bench.random_pairs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 import transformers
 
 from serving import eventually
-from shoal.bench.evidence import Ceilings, Load
 from shoal.bench.random_pairs import SHAPES, shaped_pair
+from shoal.bench.work import Ceilings, Load
 from shoal.models import loading
 from shoal.models.compiled.block import reservation
 

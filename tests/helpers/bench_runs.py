@@ -12,10 +12,10 @@ from shoal.api import Shoal
 from shoal.bench import job_runner as bench_runner
 from shoal.bench import random_pairs, report_views
 from shoal.bench.decoding_methods import Job
-from shoal.bench.evidence import Ceilings
 from shoal.bench.job_runner import BenchmarkRunner
 from shoal.bench.machine import QuietGate
 from shoal.bench.report import Report
+from shoal.bench.work import Ceilings
 
 POOL = [tuple(range(5 + i, 11 + 2 * i)) for i in range(8)]
 

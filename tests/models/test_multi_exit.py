@@ -1,7 +1,7 @@
 """A draft model with several exits: each token is drawn from the first exit that is sure, and its q is that exit's; the cache
 between rounds is that of all layers.
 
-Tests of: models.first_layers, drafting.multi_exit, train.drafter.
+Tests of: models.target_models, drafting.multi_exit, train.drafter.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
-from shoal.models.first_layers import head_of
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
+from shoal.models.target_models import head_of
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import save_pair
 from shoal.testing.drafters import check_drafter

@@ -1,6 +1,6 @@
 """VocabTrim: a drafter's head of fewer tokens, and that the tokens are those of plain decoding.
 
-Tests of: models.trimming.
+Tests of: models.vocabulary.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shoal.drafting.model import ModelDrafter
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, RequestError
 from shoal.lookahead.controller import Fixed
-from shoal.models import trimming
-from shoal.models.trimming import FILE, kept_of, most_used, proposable, save, with_head_of
+from shoal.models import vocabulary
+from shoal.models.vocabulary import TRIM_FILE, kept_of, most_used, proposable, save_trim, with_head_of
 from shoal.sampling.acceptance import Rejection
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import check_drafter
@@ -50,7 +50,7 @@ def test_the_tokens_used_most_are_kept() -> None:
 
 def test_tokens_are_those_of_plain_decoding(tmp_path: Path) -> None:
     target, draft = save_pair(tmp_path)
-    save(draft, KEPT, tiny_tokenizer())
+    save_trim(draft, KEPT, tiny_tokenizer())
     asked: dict[str, Any] = {"n": 3, "seed": 2, "max_new_tokens": 16}
     prompts = ["def f(x):", "naïve 🙂\n", "\xff"]  # ids that the head does not keep, too
     with shoal.load(target, draft) as pair, shoal.load(target) as alone:
@@ -106,7 +106,7 @@ def test_samples_have_the_law_of_the_target(honest: bool) -> None:
 )
 def test_a_wrong_file_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / TRIM_FILE).write_text(content)
     with pytest.raises(ModelError, match=message):
         kept_of(tmp_path, tiny_tokenizer())
 
@@ -127,7 +127,7 @@ def test_check_writes_which_tokens_are_kept(tmp_path: Path, capsys: pytest.Captu
     run(command)
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
     assert found["trim"]["data"] == {"kept": 20, "of": 260, "share": 1.0, "counted": 660}
-    kept = trimming.kept_of(draft, tiny_tokenizer())
+    kept = vocabulary.kept_of(draft, tiny_tokenizer())
     assert kept is not None
     assert {256, *tiny_tokenizer().encode("a text, and other")} <= set(kept)
     assert run(command) == 2

@@ -1,6 +1,6 @@
 """Grammars of strangers: what takes all the time or memory there is holds nobody up, and what comes again is read once.
 
-Tests of: serve.compiled_grammars, serve.grammar_probe, serve.sampling_params, constraints.compiler.
+Tests of: serve.compiled_grammars, serve.grammar_probe, serve.settings, constraints.compiler.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """vLLM's fields in requests do what the library does alone, drafted or not; what would mean something else is refused.
 
-Tests of: serve.request_fields, serve.prompts, serve.sampling_params.
+Tests of: serve.request_fields, serve.prompts, serve.settings.
 """
 
 from __future__ import annotations

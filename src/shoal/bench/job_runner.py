@@ -25,13 +25,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shoal.api import Shoal
-from shoal.bench.decoding_methods import PLAIN, Job, Method, baseline_method, shoal_method
-from shoal.bench.evidence import IdentityCheck, Load, ceilings, rates
+from shoal.bench.decoding_methods import (
+    PLAIN,
+    IdentityCheck,
+    Job,
+    Method,
+    baseline_method,
+    shoal_method,
+)
 from shoal.bench.machine import QuietGate, machine
 from shoal.bench.measure import in_turns
 from shoal.bench.random_pairs import imposing
 from shoal.bench.report import Report, ReportLine, line
-from shoal.bench.work import Case, Ids, Run, Work, timed, work_of
+from shoal.bench.work import Case, Ids, Load, Run, Work, ceilings, rates, timed, work_of
 from shoal.errors import InternalError, RequestError
 from shoal.models.load_report import described
 from shoal.models.runner import Runner

@@ -76,7 +76,7 @@ class ReportLine:
         stages: the milliseconds per round in draft, verify, accept, commit, other.
         prefill: the milliseconds of prefill of a run.
         decoding: the tokens per second of a run's rounds, without its prompts.
-        flops: the operations per second that the models must do (see `shoal.bench.evidence`).
+        flops: the operations per second that the models must do (see `shoal.bench.work`).
         bytes: the bytes per second that the models must move.
         peak_bytes: the weights and all tensors alive at once.
         runs: every repeat.

@@ -208,7 +208,7 @@ def written(case: CheckCase) -> list[Sequence[int]]:
 
 
 def trim(case: CheckCase, k: int, texts: Sequence[str]) -> CheckResult:
-    """Writes which k tokens the drafter's head is to keep (`shoal.models.trimming`).
+    """Writes which k tokens the drafter's head is to keep (`shoal.models.vocabulary`).
 
     They are the tokens that the target writes most, or, with texts, the tokens that the texts hold
     most. The reported share is the part of one half of these tokens that the k most used tokens of
@@ -217,7 +217,7 @@ def trim(case: CheckCase, k: int, texts: Sequence[str]) -> CheckResult:
     Raises:
         RequestError: there is no draft model, or none in a directory; or it is trimmed already.
     """
-    from shoal.models import trimming
+    from shoal.models import vocabulary
     from shoal.models.pretrained import load_tokenizer
 
     model = case.model
@@ -228,7 +228,9 @@ def trim(case: CheckCase, k: int, texts: Sequence[str]) -> CheckResult:
             "--trim writes a file beside the drafter: give --draft a model's directory"
         )
     if draft.known_ids != draft.vocab_size:
-        raise RequestError(f"the drafter is trimmed already: delete {place / trimming.FILE} first")
+        raise RequestError(
+            f"the drafter is trimmed already: delete {place / vocabulary.TRIM_FILE} first"
+        )
     tokenizer = load_tokenizer(place)
     if not texts and model.vocabularies is not None:
         texts = [model.tokenizer.decode(row, skip_special_tokens=True) for row in written(case)]
@@ -245,13 +247,13 @@ def trim(case: CheckCase, k: int, texts: Sequence[str]) -> CheckResult:
         else min(draft.vocab_size, model.target.vocab_size)
     )
     always = [i for i in (tokenizer.eos_token_id,) if i is not None and i < size]
-    half = set(trimming.most_used(halves[0], k, size, always))
+    half = set(vocabulary.most_used(halves[0], k, size, always))
     share = sum(count for token, count in halves[1].items() if token in half) / max(
         halves[1].total(), 1
     )
     counts = halves[0] + halves[1]
-    kept = trimming.most_used(counts, k, size, always)
-    path = trimming.save(place, kept, tokenizer)
+    kept = vocabulary.most_used(counts, k, size, always)
+    path = vocabulary.save_trim(place, kept, tokenizer)
     figure = (
         f"{path} keeps {len(kept)} of the {draft.vocab_size} tokens of the drafter's head, and "
         f"the next load reads it; chosen by "

@@ -193,7 +193,7 @@ def _built(files: list[Path], tokenizer: Any, file: Any) -> dict[str, Any]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from shoal.drafting.corpus import IndexWriter
-    from shoal.models.trimming import fingerprint
+    from shoal.models.vocabulary import fingerprint
 
     console, writer, waiting = stderr(), IndexWriter(file), list[str]()
 

@@ -1,6 +1,6 @@
 """A target drafts for itself with its first layers, its last norm and its head.
 
-The model is in `shoal.models.first_layers`. The drafter feeds the target's own cache. Committed
+The model is in `shoal.models.target_models`. The drafter feeds the target's own cache. Committed
 tokens are there already, so the drafter computes no prompts, never lags and has no memory of its
 own. Its writes for drafts are rolled back, and written again by the verification. The exit that
 drafts may change from round to round: the keys and values of a layer do not depend on the exit that
@@ -27,8 +27,8 @@ from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.text import NOTHING, tree_of
 from shoal.drafting.trained_heads import kept
 from shoal.errors import InternalError
-from shoal.models.first_layers import first_layers, head_of, layer_count
 from shoal.models.runner import Runner
+from shoal.models.target_models import first_layers, head_of, layer_count
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Verdict

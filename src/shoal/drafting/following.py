@@ -22,7 +22,8 @@ from shoal.drafting.protocol import Drafter
 from shoal.drafting.sums import SumDrafter
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.runner import Runner
-from shoal.models.weights import LINEARS, versions
+from shoal.models.weights import LINEARS
+from shoal.models.weights.parameter import tensors
 from shoal.types.rollouts import Rollouts
 from shoal.values import plain
 
@@ -64,7 +65,7 @@ class Follower:
         self._target, self._learner = target, learner
         with torch.inference_mode(False):
             self._weights = copy_beside(learner.weights, target.hf)
-        shared = {id(one) for one in versions.tensors(target.hf)}
+        shared = {id(one) for one in tensors(target.hf)}
         self._pairs = [
             (own, trained.requires_grad_(True))
             for own, trained in zip(
@@ -194,7 +195,7 @@ def require_steps(steps: object, rows: object, rate: float) -> tuple[int, int]:
 
 def copy_beside(weights: nn.Module, target: nn.Module) -> nn.Module:
     """Copies a drafter's weights in float32; those of the target stay the target's."""
-    theirs = {id(one): one for one in (*target.modules(), *versions.tensors(target))}
+    theirs = {id(one): one for one in (*target.modules(), *tensors(target))}
     found = copy.deepcopy(weights, dict(theirs)).eval().requires_grad_(False)
     for module in found.modules():
         if id(module) not in theirs:

@@ -23,8 +23,8 @@ from torch import Tensor
 from shoal.drafting.model import ModelDrafter, OrdinarySteps
 from shoal.drafting.protocol import DraftCounters, DraftInputs
 from shoal.errors import RequestError
-from shoal.models.first_layers import first_layers, layer_count, require_exit
 from shoal.models.runner import Runner
+from shoal.models.target_models import first_layers, layer_count, require_exit
 from shoal.types.rounds import Faults
 from shoal.types.trees import DraftTree
 

@@ -20,15 +20,14 @@ from shoal.drafting.multi_exit import MultiExitDrafter, exits_of
 from shoal.drafting.other_vocabulary import MethodChoice, OtherVocabularyDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.errors import PairMismatch, RequestError
-from shoal.models import loading, pretrained, sources, trimming, vocabulary
+from shoal.models import loading, pretrained, sources, vocabulary
 from shoal.models.load_report import LoadStages, StageModel, StageWatch
 from shoal.models.loading import LoadOptions
 from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
-from shoal.models.trimming import Proposable
-from shoal.models.vocabulary import require_guide
+from shoal.models.vocabulary import Proposable, require_guide
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,10 @@ class DraftModel:
             PairMismatch: the model cannot propose for this target.
         """
         named = not isinstance(source, nn.Module)
-        kept = trimming.kept_of(source, tokenizers.draft) if named else None
+        kept = vocabulary.kept_of(source, tokenizers.draft) if named else None
         runner = load(kept)
         other = vocabulary.compared(target, runner, tokenizers.target, tokenizers.draft)
-        found = trimming.proposable(other, kept, target.vocab_size)
+        found = vocabulary.proposable(other, kept, target.vocab_size)
         return DraftModel.of(runner, target, found)
 
     def require_guide(self) -> None:

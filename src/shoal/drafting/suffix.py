@@ -25,7 +25,7 @@ from shoal.drafting.protocol import Keeps
 from shoal.drafting.text import Guess, TextDrafter, probable
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
-from shoal.models.trimming import fingerprint
+from shoal.models.vocabulary import fingerprint
 from shoal.types.requests import Request, Row
 
 UNSEEN = 0.5

@@ -1,7 +1,7 @@
 """Drafters that attend to their target's own keys and values: assistants, and the target itself.
 
 An assistant of Gemma 4 drafts from its target's last state, keys and values. The model is in
-`shoal.models.lent_keys`. It reads the target's own cache, and writes nothing there: committed
+`shoal.models.target_models`. It reads the target's own cache, and writes nothing there: committed
 tokens are there already, so the drafter computes no prompts, never lags and has no memory of its
 own. Between rounds the cache holds the keys that the assistant is to see, those of all committed
 tokens of a row but the last one.
@@ -30,10 +30,17 @@ from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
 from shoal.drafting.text import NOTHING, tree_of
 from shoal.drafting.trained_heads import LastStates, layers_and_width, once
 from shoal.errors import InternalError, UnsupportedModel
-from shoal.models.first_layers import first_layers, head_of, layer_count, require_exit
 from shoal.models.four_bits import four_bit_copy
-from shoal.models.lent_keys import AssistantModel, lent_layers, load_assistant
 from shoal.models.runner import Runner
+from shoal.models.target_models import (
+    AssistantModel,
+    first_layers,
+    head_of,
+    layer_count,
+    lent_layers,
+    load_assistant,
+    require_exit,
+)
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults, Verdict

@@ -22,7 +22,7 @@ from shoal.lookahead import controller as controllers
 from shoal.models import pretrained
 from shoal.models.load_report import load_report
 from shoal.models.runner import Runner
-from shoal.models.trimming import Proposable
+from shoal.models.vocabulary import Proposable
 from shoal.sampling.acceptance import Rule
 from shoal.values import plain, require_bytes
 

@@ -23,7 +23,7 @@ from shoal.engine.admission import check_policy
 from shoal.models.cache.kept_prompts import common
 from shoal.models.prompt_passes import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
-from shoal.models.weights.versions import sums
+from shoal.models.weights.parameter import sums
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit
 from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, ScheduledRound

@@ -21,9 +21,8 @@ from shoal.evaluation import plain_values, subprocess_tests
 from shoal.evaluation.language import Language, StepResult
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem, known_language, records, text_field
-from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.sandbox import Sandbox, find_toolchain, require
 from shoal.evaluation.subprocess_tests import JOB, SHARED
-from shoal.evaluation.toolchains import find_toolchain, require
 
 Outcome = Literal["passed", "failed", "syntax", "time", "memory", "output", "crash"]
 Solution = tuple[Problem, str]

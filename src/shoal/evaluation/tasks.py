@@ -17,8 +17,7 @@ from shoal.errors import RequestError
 from shoal.evaluation.endings import FENCE, before_stop, cut_answer, ending
 from shoal.evaluation.execution import execute_all
 from shoal.evaluation.problems import Problem, records, text_field
-from shoal.evaluation.sandbox import Sandbox
-from shoal.evaluation.toolchains import require
+from shoal.evaluation.sandbox import Sandbox, require
 from shoal.stored_problems import Draw, stored_problems
 from shoal.types.arguments import chat_template_of
 

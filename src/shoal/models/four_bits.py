@@ -25,7 +25,7 @@ from shoal.models.structure import Belongings
 from shoal.models.weights import LINEARS
 from shoal.models.weights.groups import GROUP, GroupLinear, Groups
 from shoal.models.weights.layers import plain
-from shoal.models.weights.versions import Version, writes
+from shoal.models.weights.parameter import Version, writes
 from shoal.native.build import missing
 
 _copies: Belongings[tuple[Version, Runner]] = Belongings("4-bit copies")

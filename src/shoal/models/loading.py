@@ -29,7 +29,7 @@ from shoal.models.selfcheck import self_check
 from shoal.models.sources import gguf_of
 from shoal.models.structure import capabilities, keeps_states
 from shoal.models.tensor_parallel import lead, require_ranks
-from shoal.models.trimming import with_head_of
+from shoal.models.vocabulary import with_head_of
 from shoal.models.weights.groups import GroupLinear
 from shoal.native.build import missing
 
@@ -136,7 +136,7 @@ class LoadOptions:
         local_files_only: True to never ask the Hub.
         target_dtype: the target's format, for a drafter.
         pack: True if weights may be packed (`shoal.models.weights`).
-        kept: the ids that the model's head keeps (`shoal.models.trimming`); None for all.
+        kept: the ids that the model's head keeps (`shoal.models.vocabulary`); None for all.
         compile: the setting of `shoal.models.passes`; "off" gives a GGUF file to llama.cpp.
         kv: the format of keys and values, see `wrap`.
     """

@@ -16,7 +16,7 @@ reasoning.py         the reasoning before an answer
 request_parser.py    requests -> engine requests
 request_builder.py   requests within the limits of settings.py, and the parsed request
 prompts.py           the prompts of requests
-sampling_params.py   the sampling fields of requests, and the one grammar that any field can give
+settings.py          limits and defaults of a server, and the sampling fields of requests
 infill.py            requests and answers of /infill
 item_models.py       requests of /v1/responses as chat requests
 item_response.py     answers of /v1/responses

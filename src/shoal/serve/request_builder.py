@@ -19,8 +19,7 @@ from shoal.serve.prompts import PromptEncoder
 from shoal.serve.reasoning import ReasoningRules
 from shoal.serve.request_fields import MOST_NAMED, NOT_IN_HEADERS
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
-from shoal.serve.sampling_params import given_grammar, limits_of, sampling_of
-from shoal.serve.settings import Settings
+from shoal.serve.settings import Settings, given_grammar, limits_of, sampling_of
 from shoal.serve.tool_calls import CallRules
 from shoal.types.requests import Request, occurrences
 

@@ -16,7 +16,7 @@ from shoal.serve.call_grammars import own_calls
 from shoal.serve.message_models import Function, Message, NamedTool
 from shoal.serve.reasoning import opened
 from shoal.serve.request_models import ChatRequest
-from shoal.serve.sampling_params import given_grammar, require_size
+from shoal.serve.settings import given_grammar, require_size
 from shoal.serve.tool_calls import HERMES, CallRules, forced_schema, format_of
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

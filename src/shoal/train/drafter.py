@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from shoal.drafting.distillation import acceptance, distillation_loss, logits, next_token_loss
 from shoal.drafting.multi_exit import EXITS
 from shoal.errors import RequestError
-from shoal.models.first_layers import shallow
 from shoal.models.pretrained import eos_ids, load_tokenizer
+from shoal.models.target_models import shallow
 from shoal.stored_problems import stored_problems
 from shoal.train.loop import Loss
 from shoal.train.own_samples import SEED, Tokens, stdlib_pieces

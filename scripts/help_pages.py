@@ -1,4 +1,4 @@
-"""The help pages of all commands as one text: `python -m shoal.cli.help` writes docs/help.txt."""
+"""The help pages of all commands as one text: `python scripts/help_pages.py` writes docs/help.txt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer import rich_utils
 from shoal.cli import app
 
 WIDTH = 100
-FILE = Path("docs/help.txt")
+FILE = Path(__file__).parents[1] / "docs" / "help.txt"
 
 
 def render() -> str:
@@ -21,9 +21,7 @@ def render() -> str:
     group = typer.main.get_command(app)
     pages = [_page(["--help"])]
     for name, command in getattr(group, "commands", {}).items():
-        pages += [_page([name, "--help"])] + [
-            _page([name, part, "--help"]) for part in getattr(command, "commands", {})
-        ]
+        pages += [_page([name, "--help"])] + [_page([name, part, "--help"]) for part in getattr(command, "commands", {})]
     return "\n".join(pages)
 
 
@@ -37,4 +35,4 @@ def _page(arguments: list[str]) -> str:
 
 if __name__ == "__main__":
     FILE.write_text(render(), encoding="utf-8")
-    print(f"wrote {FILE}")
+    print(f"wrote {FILE.name}")

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from enumeration import chi_square
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import masks
@@ -34,7 +35,6 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.sampling.distributions import probabilities
 from shoal.testing.drafters import RandomTrees
-from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, mixed, scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions

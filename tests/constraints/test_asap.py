@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import shoal
+from enumeration import chi_square
 from particles import EOS, NEW, PROMPT, ROWS, SCRIPT, Asked, Masked, V, by_script, deviation
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints.dressing import weighed
@@ -26,7 +27,6 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.drafters import engine_of
-from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.samples import effective

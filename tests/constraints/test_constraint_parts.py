@@ -14,7 +14,6 @@ import torch
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import masks
 from shoal.constraints.alignment import Alignment, AlignmentVocabulary, back_off, vocabulary_of
-from shoal.constraints.calls import Failed
 from shoal.constraints.compiler import Grammars, grammars_of
 from shoal.constraints.dressing import EXACT, weighed
 from shoal.constraints.estimates import Estimates, Seen, weigh
@@ -22,6 +21,7 @@ from shoal.constraints.filters import containing, matching, only_words, without
 from shoal.constraints.fim import MiddlePrompt, middle_prompt, nearest
 from shoal.constraints.grammar import GrammarConstraint, TextState
 from shoal.constraints.json_schemas import ESCAPES, WHITESPACE, numbers, prepared
+from shoal.constraints.masks import Failed
 from shoal.constraints.members import Members
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.constraints.schema_checks import with_orders

@@ -26,6 +26,7 @@ from torch import Tensor
 import shoal
 import shoal.sampling.acceptance
 from constrained_laws import agreement, law_of, rows_of
+from enumeration import chain_rule, committed_distribution
 from grammars import ALPHABET, COMPACT, TARGET, TOKENIZER, WORDS, commit, encode, made, possible, readable
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
@@ -40,7 +41,6 @@ from shoal.sampling.distributions import probabilities
 from shoal.sampling.drawing import exponential_race
 from shoal.sampling.uniforms import group_seed, race_uniforms, row_seed
 from shoal.testing import VOCABULARY
-from shoal.testing.enumeration import chain_rule, committed_distribution
 from shoal.testing.scripted import History, hashed, mixed, one_hot, says, scripted, table_model
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row

@@ -1,6 +1,6 @@
 """Drafts that a grammar forces: fewer rounds, the same tokens, and the law of the masked target.
 
-Tests of: drafting.grafting, constraints.grammar, constraints.masks, constraints.calls, engine.accounting.
+Tests of: drafting.grafting, constraints.grammar, constraints.masks, engine.accounting.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from constrained_laws import agreement, law_of, rows_of
+from enumeration import chain_rule, committed_distribution
 from grammars import TARGET, TOKENIZER, commit, encode, possible
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
@@ -33,7 +34,6 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.scores import Scores
 from shoal.testing import VOCABULARY
-from shoal.testing.enumeration import chain_rule, committed_distribution
 from shoal.testing.scripted import hashed, mixed, says, scripted, table_model
 from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from by_pairs import by_pairs
 from captured_models import runner as static_runner
+from enumeration import chain_rule, chi_square
 from laws import ALPHA, P, Q, joint
 from policies import auto
 from shoal.config import Limits, Sampling
@@ -27,7 +28,6 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of, runners_of
-from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import ScriptedModel, hashed, mixed, runner, scripted
 from shoal.types.requests import Request, Row
 

@@ -1,7 +1,6 @@
 """Drafters that are trained heads: exact whatever they propose, accepted where they are right, refused where they do not fit.
 
-Tests of: drafting.trained_heads, drafting.trained_heads, drafting.medusa, drafting.sums,
-drafting.suffix, drafting.draft.
+Tests of: drafting.trained_heads, drafting.medusa, drafting.sums, drafting.suffix, drafting.draft.
 """
 
 from __future__ import annotations

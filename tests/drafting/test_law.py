@@ -15,6 +15,7 @@ import torch
 
 from drafts import sampled
 from eagle_heads import CONFIG, random_heads
+from enumeration import chain_rule, chi_square, independence
 from laws import ALPHA, P, Q, codes, contingency, joint
 from medusa_heads import HEADS, knowing
 from prompt_tokens import scripted_tokens
@@ -30,7 +31,6 @@ from shoal.lookahead.controller import Auto
 from shoal.lookahead.costs import PairCosts
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing.enumeration import chain_rule, chi_square, independence
 from shoal.testing.scripted import ahead, table_model
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree

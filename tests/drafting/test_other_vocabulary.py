@@ -1,7 +1,6 @@
 """Drafters with another tokenizer: which tokens are shared, what the drafter reads; the tokens are those of plain decoding.
 
-Tests of: models.vocabulary, drafting.contexts, drafting.model, models.spelling, models.vocabulary,
-drafting.other_vocabulary.
+Tests of: models.vocabulary, drafting.contexts, drafting.model, models.spelling, drafting.other_vocabulary.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import shoal
+from enumeration import chain_rule, committed_distribution
 from laws import ALPHA, EXACT
 from shoal.cli.check_case import CheckCase
 from shoal.cli.check_pair import vocabulary
@@ -36,7 +36,6 @@ from shoal.models.vocabulary import SharedIds, proposable, vocabularies
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chain_rule, committed_distribution
 from shoal.testing.scripted import hashed, runner, says, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from enumeration import chain_rule, committed_distribution
 from laws import ALPHA, EXACT, table
 from shoal.config import Limits, Sampling
 from shoal.drafting import string_rejection
@@ -25,7 +26,6 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chain_rule, committed_distribution
 from shoal.testing.scripted import hashed, runner, says, scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree

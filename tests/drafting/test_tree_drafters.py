@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from enumeration import chain_rule, chi_square
 from laws import PAIRS, table
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
@@ -30,7 +31,6 @@ from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.testing.tiny import tiny_model
 from shoal.types.requests import Request, Row

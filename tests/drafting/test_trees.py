@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
+from enumeration import chain_rule, chi_square
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.drafting.model import ModelDrafter
@@ -29,7 +30,6 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule, exact_match
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import RandomTrees, check_drafter
-from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drafts import passes_of
+from enumeration import chain_rule, chi_square
 from laws import ALPHA, PAIRS, P, Q, joint
 from shoal.config import Limits, Sampling
 from shoal.drafting import grafting
@@ -33,7 +34,6 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.acceptance.by_q import accept_recursively
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Siblings

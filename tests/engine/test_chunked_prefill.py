@@ -18,8 +18,8 @@ from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import prompt_passes
-from shoal.models.cache_memory import CacheMemory
 from shoal.models.runner import Runner
+from shoal.models.runner_parts import CacheMemory
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.drafters import engine_of, runners_of

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from enumeration import chi_square
 from shoal.config import Limits, Sampling
 from shoal.constraints.dressing import weighed
 from shoal.constraints.estimates import Trie
@@ -28,7 +29,6 @@ from shoal.lookahead.controller import Fixed, Uniform
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.uniforms import Purpose
 from shoal.testing.drafters import engine_of
-from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit

@@ -1,6 +1,6 @@
 """How rows end: EOS, stop strings, limits, time, cancellation; what is cut, what is shown, and the same with speculation.
 
-Tests of: engine.detokenizer, engine.ended_rows, engine.ended_rows, engine.stream.
+Tests of: engine.detokenizer, engine.ended_rows, engine.stream.
 """
 
 from __future__ import annotations

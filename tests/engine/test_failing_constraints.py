@@ -1,6 +1,6 @@
 """A constraint or check that raises ends its own row, where plain decoding would come to it; the other rows do not notice.
 
-Tests of: constraints.calls, engine.engine.
+Tests of: constraints.masks, engine.engine.
 """
 
 from __future__ import annotations

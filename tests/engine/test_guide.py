@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from enumeration import chain_rule, chi_square, committed_distribution
 from guides import (
     EXPERT,
     GUIDE,
@@ -50,7 +51,6 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.scores import guided
 from shoal.testing import VOCABULARY, tiny_model
-from shoal.testing.enumeration import chain_rule, chi_square, committed_distribution
 from shoal.testing.scripted import runner, scripted, table_model
 from shoal.types.requests import Request, Row
 from tree_laws import Tree, bushy, committed

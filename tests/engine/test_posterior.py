@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from enumeration import chi_square
 from guides import EXPERT, MADE, Made, V, as_decoded, by_bayes, engine_of, played, request
 from laws import ALPHA, P, Q, declared_law, joint, table
 from shoal.config import Limits, Sampling
@@ -32,7 +33,6 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling import scores
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.scores import ClassOdds
-from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import serving
+from enumeration import chain_rule, chi_square, independence
 from laws import ALPHA, P, Q, codes, contingency, joint
 from serving import CONTEXT, legible, served
 from shoal import Shoal, cli, custom_generate
@@ -31,7 +32,6 @@ from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of
-from shoal.testing.enumeration import chain_rule, chi_square, independence
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Request, occurrences
 

@@ -14,7 +14,7 @@ import pytest
 
 from sandboxes import strongest
 from shoal.errors import InternalError
-from shoal.evaluation import cgroup, sandbox
+from shoal.evaluation import processes, sandbox
 from shoal.evaluation.language import MIB, Bounds, Step, StepResult
 from shoal.evaluation.sandbox import Sandbox
 
@@ -69,7 +69,7 @@ def test_the_nearest_delegated_group_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, controllers: dict[str, str], user: int, expected: str | None
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    found = cgroup.delegated(tree(tmp_path, controllers))
+    found = processes.delegated_folder(tree(tmp_path, controllers))
     assert found == ("" if expected is None else str(tmp_path / "mounted" / expected))
     assert not list((tmp_path / "mounted").rglob("shoal-*"))
 
@@ -86,16 +86,16 @@ def test_root_takes_groups_above_its_own_if_they_are_marked(tmp_path: Path, monk
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "getxattr", mark)
-    assert cgroup.delegated(tree(tmp_path, {"user/app": BOTH, "user": BOTH})) == str(tmp_path / "mounted" / "user")
+    assert processes.delegated_folder(tree(tmp_path, {"user/app": BOTH, "user": BOTH})) == str(tmp_path / "mounted" / "user")
 
 
 def test_without_version_2_there_is_none(tmp_path: Path) -> None:
     everywhere = {OWN: BOTH, "user/app": BOTH, "user": BOTH, "": BOTH}
-    assert cgroup.delegated(tree(tmp_path / "1", everywhere, kind="cgroup")) == ""
-    assert cgroup.delegated(tree(tmp_path / "2", everywhere, line="1:cpu:/")) == ""
-    assert cgroup.delegated(tree(tmp_path / "3", everywhere, line="0::/../outside")) == ""
-    assert cgroup.delegated(tree(tmp_path / "4", everywhere, line="0::/not/mounted/here")) == ""
-    assert cgroup.delegated(tmp_path / "no proc") == ""
+    assert processes.delegated_folder(tree(tmp_path / "1", everywhere, kind="cgroup")) == ""
+    assert processes.delegated_folder(tree(tmp_path / "2", everywhere, line="1:cpu:/")) == ""
+    assert processes.delegated_folder(tree(tmp_path / "3", everywhere, line="0::/../outside")) == ""
+    assert processes.delegated_folder(tree(tmp_path / "4", everywhere, line="0::/not/mounted/here")) == ""
+    assert processes.delegated_folder(tmp_path / "no proc") == ""
 
 
 @pytest.mark.usefixtures("removable")
@@ -111,7 +111,7 @@ def test_a_group_that_does_not_work_is_none(tmp_path: Path, monkeypatch: pytest.
 
     process = tree(tmp_path, {OWN: BOTH})
     monkeypatch.setattr(os, "makedirs", makes)
-    assert cgroup.delegated(process) == ""
+    assert processes.delegated_folder(process) == ""
     assert not list((tmp_path / "mounted").rglob("shoal-*"))
 
 
@@ -125,7 +125,7 @@ def test_removing_waits_for_who_was_killed(tmp_path: Path, monkeypatch: pytest.M
         removed.append(path)
 
     monkeypatch.setattr(os, "rmdir", rmdir)
-    cgroup.remove(str(group))
+    processes.remove_group(str(group))
     assert removed == [str(group)]
     assert (group / "cgroup.kill").read_text() == "1"
 
@@ -138,7 +138,7 @@ BOUNDS = Bounds(memory_bytes=100 * MIB, workdir_bytes=30 * MIB, processes=20)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that passes for a delegated group; what is made there stays, since rmdir does not remove files."""
-    monkeypatch.setattr(cgroup, "delegated", lambda: str(tmp_path))
+    monkeypatch.setattr(processes, "delegated_folder", lambda: str(tmp_path))
     return tmp_path
 
 
@@ -158,14 +158,14 @@ def held(group: Path) -> dict[str, str]:
 def test_a_program_is_put_into_a_group_with_its_bounds(folder: Path, run: Callable[..., StepResult]) -> None:
     assert run("exit 0").succeeded
     assert held(folder / "shoal-0") == {
-        "memory.max": str(130 * MIB + cgroup.SANDBOX_BYTES), "memory.swap.max": "0", "memory.oom.group": "1",
-        "pids.max": str(20 + cgroup.SANDBOX_TASKS), "cgroup.procs": "0", "cgroup.kill": "1",
+        "memory.max": str(130 * MIB + processes.SANDBOX_BYTES), "memory.swap.max": "0", "memory.oom.group": "1",
+        "pids.max": str(20 + processes.SANDBOX_TASKS), "cgroup.procs": "0", "cgroup.kill": "1",
     }  # fmt: skip
 
 
 def test_each_step_has_its_own_bounds(folder: Path, run: Callable[..., StepResult]) -> None:
     assert run("exit 0", Step(["/bin/sh", "-c", "exit 0"], Bounds(processes=7))).succeeded
-    assert held(folder / "shoal-0")["pids.max"] == str(7 + cgroup.SANDBOX_TASKS)
+    assert held(folder / "shoal-0")["pids.max"] == str(7 + processes.SANDBOX_TASKS)
 
 
 @pytest.mark.parametrize(
@@ -196,19 +196,19 @@ def test_the_group_of_a_killed_supervisor_is_removed(
 
 
 def test_without_a_group_the_sandbox_says_so_and_runs_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup, "delegated", lambda: "")
+    monkeypatch.setattr(processes, "delegated_folder", lambda: "")
     with Sandbox(strongest()) as box:
         assert "no cgroup, none is delegated here" in box.isolation
         assert box.run({"memory.events": "oom_kill 1"}, Step(["/bin/sh", "-c", "exit 1"])).reason == "exit"
 
 
-@pytest.mark.skipif(not cgroup.delegated(), reason="no cgroup is delegated here")
+@pytest.mark.skipif(not processes.delegated_folder(), reason="no cgroup is delegated here")
 def test_a_real_group_bounds_memory_and_is_gone_in_the_end() -> None:
     """Memory in pipes, which only the kernel counts."""
     fill = "import os\nfor _ in range(100):\n r, w = os.pipe()\n os.set_blocking(w, False)\n os.write(w, bytes(2**16))\n"
     fill += "taken = [bytearray(2**20) for _ in range(2**11)]"
-    before = set(Path(cgroup.delegated()).iterdir())
+    before = set(Path(processes.delegated_folder()).iterdir())
     with Sandbox(strongest()) as box:
         ended = box.run({"main.py": fill}, Step([sys.executable, "main.py"], BOUNDS))
     assert not ended.succeeded
-    assert set(Path(cgroup.delegated()).iterdir()) == before
+    assert set(Path(processes.delegated_folder()).iterdir()) == before

@@ -21,7 +21,7 @@ import pytest
 import shoal
 from sandboxes import sandbox_of
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import cgroup, isolation, process_tree, sandbox, sandbox_exec, supervisor
+from shoal.evaluation import isolation, processes, sandbox, sandbox_exec, supervisor
 from shoal.evaluation.language import MIB, Bounds, Step, StepResult
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.sandbox import Sandbox
@@ -665,7 +665,7 @@ def test_a_user_id_is_spare_and_differs_between_supervisors(monkeypatch: pytest.
 
 
 def test_the_two_programs_need_the_standard_library_only() -> None:
-    for module in (supervisor, sandbox_exec, cgroup, process_tree):
+    for module in (supervisor, sandbox_exec, processes):
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", Path(module.__file__ or "").read_text(encoding="utf-8")], capture_output=True
         )

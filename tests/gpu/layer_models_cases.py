@@ -1,8 +1,7 @@
 """What the layers of a model must do by the kernels: the same as its modules, in rounds and for prompts, with weights of one byte
 too; and in how many launches. On the device at hand, as `layers_cases.py`, and run as that is.
 
-Tests of: models.layers.triton_decoder, models.layers.operations,
-models.layers.operations, models.executors.transformers_models, models.selfcheck.
+Tests of: models.layers.triton_decoder, models.layers.operations, models.executors.transformers_models, models.selfcheck.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Not collected by itself: `test_layers.py` runs this file in a process of its own, as `test_fused.py` does with `fused_cases.py`.
 
-Tests of: models.layers.operations, models.layers.operations, models.layers.layer_kernels.
+Tests of: models.layers.operations, models.layers.layer_kernels.
 """
 
 from __future__ import annotations

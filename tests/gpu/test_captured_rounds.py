@@ -1,8 +1,7 @@
 """Rounds as captured functions: what their stages decide, checked at the first, and left to the stages where they cannot be.
 
-Tests of: drafting.captured_inputs, drafting.captured_inputs, models.compiled.block,
-models.compiled.draft_functions, drafting.captured, models.compiled.round_functions,
-models.compiled.executors.
+Tests of: drafting.captured_inputs, models.compiled.block, models.compiled.draft_functions, drafting.captured,
+models.compiled.round_functions, models.compiled.executors.
 """
 
 from __future__ import annotations

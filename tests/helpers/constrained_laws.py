@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from enumeration import chi_square
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule
 from shoal.testing.drafters import engine_of
-from shoal.testing.enumeration import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.stats import Stats
 

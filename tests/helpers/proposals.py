@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import shoal
+from enumeration import chi_square
 from laws import joint
 from shoal.cli import run
 from shoal.config import Limits, Sampling
@@ -22,7 +23,6 @@ from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import tiny_model
-from shoal.testing.enumeration import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
 

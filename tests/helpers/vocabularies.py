@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from enumeration import chain_rule, chi_square
 from laws import table
 from shoal.config import Limits, Sampling
 from shoal.drafting.other_vocabulary import MethodChoice, MethodTally, OtherVocabularyDrafter
@@ -23,7 +24,6 @@ from shoal.models.spelling import Spelling
 from shoal.models.vocabulary import Vocabularies, vocabularies
 from shoal.sampling.acceptance import Rule
 from shoal.testing import tiny_tokenizer
-from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Request, Row
 

@@ -1,7 +1,6 @@
 """Lean passes compute what the model's modules compute, and only for models that they know.
 
-Tests of: models.lean.decoder, models.lean.decoder, models.lean.forward, models.bridge,
- models.selfcheck, models.load_checks.
+Tests of: models.lean.decoder, models.lean.forward, models.bridge, models.selfcheck, models.load_checks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Several plain rounds in one go: tokens, log-probabilities and counts are those of the same rounds one by one.
 
-Tests of: engine.multi_step, engine.commit, models.lean.steps, models.model_facts, models.runner, sampling.uniforms.
+Tests of: engine.multi_step, engine.commit, models.lean.steps, models.runner_parts, models.runner, sampling.uniforms.
 """
 
 from __future__ import annotations

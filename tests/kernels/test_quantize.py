@@ -1,6 +1,6 @@
 """8-bit copies: the owner's model untouched, rows independent, the law kept whatever the drafter's precision.
 
-Tests of: models.weights.panels, models.weights.panels, models.quantize, models.formats, native.build.
+Tests of: models.weights.panels, models.quantize, models.formats, native.build.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draft lengths by measured costs: what it learns, what it plans, where it stops, and that the law stays.
 
-Tests of: lookahead.plan, lookahead.safeguards, lookahead.plan, lookahead.acceptance.
+Tests of: lookahead.plan, lookahead.safeguards, lookahead.acceptance.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from by_pairs import by_pairs
+from enumeration import chain_rule, chi_square
 from laws import ALPHA, P, Q, joint
 from policies import KnownCosts, auto
 from shoal.engine.engine import Engine
@@ -28,7 +29,6 @@ from shoal.lookahead.costs import CostCurve, rounded
 from shoal.lookahead.plan import Unfed, best_plan
 from shoal.lookahead.safeguards import FIRST, MOST, SHARE, Credit, PlainRounds
 from shoal.testing.drafters import engine_of, runners_of
-from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Limits, Request, Row, Sampling
 from shoal.types.rounds import Outcome

@@ -1,7 +1,6 @@
 """Draft length controllers: Algorithm 1's sequences as derived from the paper, fixed lengths, names.
 
-Tests of: lookahead.controller, lookahead.controller,
-lookahead.controller.
+Tests of: lookahead.controller.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Ragged attention: every method against the definition, and the definition against a loop over single queries.
 
-Tests of: models.attention.unfused, models.attention.unfused,
-models.attention.methods, models.attention.unfused, models.bridge, models.attention.inputs.
+Tests of: models.attention.unfused, models.attention.methods, models.bridge, models.attention.inputs.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import shoal
+from enumeration import chi_square
 from gguf_files import END, TOKENS, require_llama, tiny_gguf_model, write_gguf
 from shoal import cli
 from shoal.api import Shoal
@@ -33,7 +34,6 @@ from shoal.models.gguf.gguf_runner import GgufRunner, KeptSequences, LlamaCpp
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.loading import load_runner
 from shoal.models.sources import directory_of, gguf_of
-from shoal.testing.enumeration import chi_square
 
 PROMPTS = ([5, 9, 70, 33, 12], [7], [40, 41, 42, 40, 41, 42, 40, 41])
 LAW_ROWS = 256

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import shoal
+from enumeration import chi_square
 from gguf_files import TOKENS, require_llama
 from laws import ALPHA
 from shoal.cli.check_model import executors
@@ -24,7 +25,6 @@ from shoal.errors import InternalError, ModelError, UnsupportedModel
 from shoal.models.gguf.gguf_model import library
 from shoal.models.gguf.gguf_runner import GgufRunner, load_gguf
 from shoal.models.gguf.state_sequences import Base, StateSequences
-from shoal.testing.enumeration import chi_square
 from shoal.types.trees import DraftTree
 from state_files import FAMILIES, tiny_state_model, write_state_gguf
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import shoal
 from attention_paths import RECURRENT_HERE, greedy_ids
+from enumeration import chi_square
 from laws import ALPHA, declared_law, joint
 from laws import run as sampled
 from shoal.cli.check_model import executors, family
@@ -47,7 +48,6 @@ from shoal.models.vocabulary import compared
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import RECURRENT, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.architectures import NAMES
-from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import adversary, mixed, says, scripted
 from shoal.testing.tiny import fill, large_tokenizer
 from shoal.types.requests import Request

@@ -4,8 +4,7 @@ What is promised, and tested here: greedy ids are those of plain decoding at any
 sampled ids of a seed do not depend on the batch, plainly decoded or with a fixed draft length, and by the coupled rule not on the
 draft length either.
 
-Tests of: models.attention.methods, models.passes, models.attention.inputs,
-models.attention.methods.
+Tests of: models.attention.methods, models.passes, models.attention.inputs.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import shoal
+from enumeration import chain_rule, chi_square
 from laws import ALPHA, table
 from shoal.cli import run
 from shoal.config import Limits, Sampling
@@ -25,7 +26,6 @@ from shoal.models.vocabulary import TRIM_FILE, kept_of, most_used, proposable, s
 from shoal.sampling.acceptance import Rejection
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import check_drafter
-from shoal.testing.enumeration import chain_rule, chi_square
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Request
 

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 
 import shoal
-from shoal.testing.enumeration import chi_square
+from enumeration import chi_square
 from shoal.types.samples import Result
 
 pytestmark = [pytest.mark.real, pytest.mark.limit(900)]

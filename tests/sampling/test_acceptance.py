@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from enumeration import acceptance_measure, draw_measure
 from shoal.sampling.acceptance import acceptance_mask, accepted_lengths, reject_and_replace, residual
 from shoal.sampling.drawing import draw
-from shoal.testing.enumeration import acceptance_measure, draw_measure
 
 LAST = 1 - 2**-53
 """The largest uniform there is."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shoal
+from enumeration import chi_square
 from laws import ALPHA, P, Q
 from policies import with_known_costs
 from shoal.engine.engine import Engine
@@ -22,7 +23,6 @@ from shoal.sampling.drawing import draw, exponential_race
 from shoal.sampling.uniforms import BUCKETS, race_uniforms
 from shoal.testing import reference
 from shoal.testing.drafters import engine_of
-from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Limits, Request, Row, Sampling
 

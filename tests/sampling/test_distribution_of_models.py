@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shoal
+from enumeration import chi_square
 from laws import joint, shifted
 from recorder import Recorder
 from shoal.config import Limits, Sampling
@@ -30,7 +31,6 @@ from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.quantize import quantized
 from shoal.models.runner import Runner
 from shoal.testing.drafters import engine_of
-from shoal.testing.enumeration import chi_square
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
 

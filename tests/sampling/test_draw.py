@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from enumeration import draw_measure
 from shoal.sampling import drawing
 from shoal.sampling.drawing import draw
-from shoal.testing.enumeration import draw_measure
 
 LAST = 1 - 2**-53
 """The largest uniform there is."""

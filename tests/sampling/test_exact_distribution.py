@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from by_pairs import by_pairs
+from enumeration import chain_rule, chi_square, committed_distribution, independence
 from laws import ALPHA, EXACT, PAIRS, SAMPLES, P, Q, codes, contingency, declared_law, joint, run, shifted, table
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Bass, Fixed, Lookahead
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing.drafters import engine_of
-from shoal.testing.enumeration import chain_rule, chi_square, committed_distribution, independence
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Request
 

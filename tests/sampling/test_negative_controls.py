@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import shoal.engine.validation
+from enumeration import chain_rule, chi_square, committed_distribution, independence
 from greedy import continuations, decode, drafter, prompt, stock_ids, target_model
 from laws import ALPHA, EXACT, P, Q, codes, contingency, declared_law, joint, run
 from shoal.config import Limits, Sampling
@@ -29,7 +30,6 @@ from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose, row_seed
 from shoal.testing import VOCABULARY
 from shoal.testing.drafters import engine_of
-from shoal.testing.enumeration import chain_rule, chi_square, committed_distribution, independence
 from shoal.testing.scripted import hashed, runner, scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Verdict

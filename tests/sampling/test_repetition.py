@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 import shoal
+from enumeration import chi_square
 from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.sampling.processors import GrammarRepetitionPenalty, Repetition, repeated, types_of
 from shoal.testing.drafters import engine_of
-from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
 

@@ -1,6 +1,6 @@
 """The last token that a mass needs is found without sorting, and is the one that sorting finds.
 
-Tests of: sampling.selection, sampling.truncation.
+Tests of: sampling.drawing, sampling.truncation.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.config import Sampling
-from shoal.sampling import selection, truncation
-from shoal.sampling.selection import last_needed
+from shoal.sampling import drawing, truncation
+from shoal.sampling.drawing import last_needed
 from shoal.sampling.truncation import truncated_softmax
 
-real_largest, real_sums = selection.largest, selection.row_sums
+real_largest, real_sums = drawing.largest, drawing.row_sums
 
 
 def weighted(seed: int, vocab: int, grid: float) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def test_no_vocabulary_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             if spread or not sampling.top_k:  # top_k keeps all ties with the k-th
                 assert bool((truncated_softmax(scores, sampling).sum(-1) - 1).abs().max() < 1e-5)
-    assert max(sorted_lengths, default=0) <= selection._BETWEEN + truncation._TIES
+    assert max(sorted_lengths, default=0) <= drawing._BETWEEN + truncation._TIES
 
 
 SABOTAGE = {
@@ -107,5 +107,5 @@ SABOTAGE = {
 
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_wrong_selection_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, *SABOTAGE[name])
+    monkeypatch.setattr(drawing, *SABOTAGE[name])
     assert not all(agrees(seed, 5000, grid, mass) for seed in range(3) for grid in (0.0, 0.5) for mass in (0.3, 0.9))

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from enumeration import chain_rule
 from laws import PAIRS, table
 from shoal.sampling.acceptance import by_q
 from shoal.sampling.acceptance.by_q import Choice, accept_independent, accept_recursively, gamma
-from shoal.testing.enumeration import chain_rule
 from tree_laws import DIFFERENT, EXACT, HORIZON, Tree, bushy, by_depths_below, committed, nothing, thresholds
 
 EDGE = 1e-7

@@ -17,11 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from enumeration import chi_square
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.uniforms import AHEAD, Purpose, UniformsAhead, group_seed, row_seed, uniforms
 from shoal.testing.drafters import engine_of
-from shoal.testing.enumeration import chi_square
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
 

@@ -1,7 +1,6 @@
 """Requests made to stop a server, or to learn too much: each is refused at a small price, and the others are served meanwhile.
 
-Tests of: serve.access, serve.access, serve.routes, serve.api_errors, serve.run,
-serve.request_parser.
+Tests of: serve.access, serve.routes, serve.api_errors, serve.run, serve.request_parser.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`shoal train`: heads learn from the target's own samples, go on where they were stopped, and draft for it.
 
-Tests of: train.stages, train.heads, train.heads, train.loop, cli.train.
+Tests of: train.stages, train.heads, train.loop, cli.train.
 """
 
 from __future__ import annotations

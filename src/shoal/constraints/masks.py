@@ -1,18 +1,23 @@
-"""Rows and their constraints: the states at the positions of a pass, and the conjunction of
-masks."""
+"""Rows and their constraints: the states at the positions of a pass, and the conjunction of masks.
+
+An error that a constraint raises, or an answer in a wrong form, is a fault of the rows that it was
+called for. A `Failed` in the place of a state allows no token. So drafts that lead there are
+rejected, and a row that reaches the state itself ends with the reason, while the other rows of the
+batch go on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial, reduce
 from itertools import chain, takewhile
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from shoal.constraints import calls
-from shoal.constraints.protocol import Constraint
+from shoal.constraints.protocol import Allowed, Constraint
+from shoal.errors import RequestError
 from shoal.types.requests import Row
 from shoal.types.trees import Positions
 
@@ -20,7 +25,7 @@ from shoal.types.trees import Positions
 def begin(row: Row, constraints: Sequence[Constraint[Any]]) -> None:
     """Gives a row without new tokens its constraints. Raises RequestError: one of them fails."""
     row.constraints = [
-        (constraint, calls.begun(row, constraint.begin)) for constraint in constraints
+        (constraint, first_state(row, constraint.begin)) for constraint in constraints
     ]
 
 
@@ -30,11 +35,10 @@ def advance(row: Row, token: int) -> None:
     Constraints that are free after the token are dropped.
     """
     moved = [
-        (constraint, calls.advanced(constraint, state, token))
-        for constraint, state in row.constraints
+        (constraint, _next_state(constraint, state, token)) for constraint, state in row.constraints
     ]
     row.constraints = [
-        (constraint, state) for constraint, state in moved if not calls.is_free(constraint, state)
+        (constraint, state) for constraint, state in moved if not _is_free(constraint, state)
     ]
 
 
@@ -43,17 +47,13 @@ def bound(row: Row, block: Sequence[int]) -> int:
     held = row.constraints
     for count, token in enumerate(block):
         held = [
-            (constraint, state)
-            for constraint, state in held
-            if not calls.is_free(constraint, state)
+            (constraint, state) for constraint, state in held if not _is_free(constraint, state)
         ]
         if not held:
             return count
         if token in row.eos:
             return count + 1
-        held = [
-            (constraint, calls.advanced(constraint, state, token)) for constraint, state in held
-        ]
+        held = [(constraint, _next_state(constraint, state, token)) for constraint, state in held]
     return len(block)
 
 
@@ -65,10 +65,10 @@ def forced(row: Row, draft: Sequence[int], vocab_size: int) -> tuple[int, list[i
         drafted EOS; and the tokens of the longest text that one of them forces behind these.
     """
     head = list(takewhile(lambda token: token not in row.eos, draft))
-    found = [calls.forced(constraint, state, head) for constraint, state in row.constraints]
+    found = [_forced_by(constraint, state, head) for constraint, state in row.constraints]
     kept = min((count for count, _ in found), default=len(head))
     if any(count > kept for count, _ in found):
-        found = [calls.forced(each, state, head[:kept]) for each, state in row.constraints]
+        found = [_forced_by(each, state, head[:kept]) for each, state in row.constraints]
     run = max((tokens for _, tokens in found), key=len, default=())
     usual = takewhile(lambda token: token < vocab_size and token not in row.eos, run)
     return kept, list(usual)
@@ -81,7 +81,7 @@ def is_complete(row: Row, vocab_size: int) -> bool:
     """
     cpu = torch.device("cpu")
     masks = [
-        calls.mask(constraint, [state], vocab_size, cpu) for constraint, state in row.constraints
+        _mask_of(constraint, [state], vocab_size, cpu) for constraint, state in row.constraints
     ]
     tokens = torch.stack([mask.tokens.cpu() for mask in masks]).all(0)
     return all(bool(mask.ends) for mask in masks) and not bool(tokens.any())
@@ -94,14 +94,14 @@ def may_begin(row: Row, vocab_size: int) -> bool:
     constraint.
     """
     found = [
-        calls.mask(constraint, [state], vocab_size, torch.device("cpu"))
+        _mask_of(constraint, [state], vocab_size, torch.device("cpu"))
         for constraint, state in row.constraints
     ]
     if all(bool(mask.ends) for mask in found) or bool(
         torch.stack([mask.tokens.cpu() for mask in found]).all(0).any()
     ):
         return True
-    return any(calls.why(constraint, state, vocab_size) for constraint, state in row.constraints)
+    return any(_reason_at(constraint, state, vocab_size) for constraint, state in row.constraints)
 
 
 def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
@@ -111,7 +111,7 @@ def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
     """
     path = positions.path(row, column)
     reasons = (
-        calls.why(constraint, reduce(partial(calls.advanced, constraint), path, state), vocab_size)
+        _reason_at(constraint, reduce(partial(_next_state, constraint), path, state), vocab_size)
         for constraint, state in positions.rows[row].constraints
     )
     return next(filter(None, reasons), "")
@@ -155,7 +155,7 @@ def _conjunction(positions: Positions, like: Tensor) -> Tensor:
     ends = torch.zeros(rows * q, dtype=torch.bool, device=device)
     tokens[own], ends[own] = True, True
     for constraint, states, members in _batches(positions, columns):
-        mask = calls.mask(constraint, states, vocab, device)
+        mask = _mask_of(constraint, states, vocab, device)
         index = torch.tensor([place for b in members for place in places[b]], device=device)
         tokens[index] &= mask.tokens.to(device)
         ends[index] &= mask.ends.to(device)
@@ -188,7 +188,7 @@ def _states(
     states = {0: state}
     for column in positions.columns(b)[1:]:
         before = states[positions.parent(b, column)]
-        states[column] = calls.advanced(constraint, before, positions.drafts[b][column - 1])
+        states[column] = _next_state(constraint, before, positions.drafts[b][column - 1])
     return states
 
 
@@ -200,3 +200,122 @@ def _with_eos(tokens: Tensor, ends: Tensor, rows: Sequence[Row]) -> Tensor:
         [b * vocab + token for b, row in enumerate(rows) for token in row.eos if token < vocab]
     ] = True
     return torch.where(is_eos.view(len(rows), 1, vocab).to(tokens.device), ends, tokens)
+
+
+Result = TypeVar("Result")
+
+
+class Failed(NamedTuple):
+    """The replacement of a state that a constraint could not compute."""
+
+    reason: str
+
+
+def first_state(row: Any, start: Callable[[Any], Result]) -> Result:
+    """Returns the first state of a row.
+
+    Raises:
+        RequestError: the constraint or check raised an error.
+    """
+    try:
+        return start(row)
+    except RequestError:
+        raise
+    except Exception as error:
+        raise RequestError(_reason(getattr(start, "__self__", start), error)) from error
+
+
+def _next_state(constraint: Constraint[Any], state: Any, token: int) -> Any:
+    """Returns the state after one more token, or a `Failed`."""
+    if isinstance(state, Failed):
+        return state
+    try:
+        return constraint.advance(state, token)
+    except Exception as error:
+        return Failed(_reason(constraint, error))
+
+
+def _forced_by(
+    constraint: Constraint[Any], state: Any, draft: Sequence[int]
+) -> tuple[int, Sequence[int]]:
+    """Returns the constraint's `forced`; nothing is certain if it fails or has failed."""
+    if isinstance(state, Failed):
+        return len(draft), ()
+    try:
+        return constraint.forced(state, draft)
+    except Exception:
+        return len(draft), ()
+
+
+def _is_free(constraint: Constraint[Any], state: Any) -> bool:
+    """Returns the constraint's `is_free`; False if it fails or has failed: `mask` is called."""
+    if isinstance(state, Failed):
+        return False
+    try:
+        return bool(constraint.is_free(state))
+    except Exception:
+        return False
+
+
+def _mask_of(
+    constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device
+) -> Allowed:
+    """Returns the constraint's mask; nothing may follow a state for which the constraint fails.
+
+    A constraint is called once for all states. If that call fails, it is called state by state.
+    """
+    if not any(isinstance(state, Failed) for state in states):
+        try:
+            return _checked(constraint, states, vocab_size, device)
+        except Exception:
+            pass  # it is asked again, to learn for which states
+    tokens = torch.zeros(len(states), vocab_size, dtype=torch.bool, device=device)
+    ends = torch.zeros(len(states), dtype=torch.bool, device=device)
+    for i, state in enumerate(states):
+        if not isinstance(state, Failed):
+            try:
+                own = _checked(constraint, [state], vocab_size, device)
+            except Exception:
+                continue  # `_reason_at` learns the reason where it matters
+            tokens[i], ends[i] = own.tokens[0], own.ends[0]
+    return Allowed(tokens, ends)
+
+
+def _reason_at(constraint: Constraint[Any], state: Any, vocab_size: int) -> str:
+    """Returns the reason why nothing may follow a state of the last call of `mask`.
+
+    The text is empty if the constraint did not fail at this state.
+    """
+    if isinstance(state, Failed):
+        return state.reason
+    try:
+        said = constraint.why(state)
+        if not said and type(constraint).why is Constraint.why:  # others would have said
+            _checked(constraint, [state], vocab_size, torch.device("cpu"))
+        return said
+    except Exception as error:
+        return _reason(constraint, error)
+
+
+def _checked(
+    constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device
+) -> Allowed:
+    """Returns the constraint's mask. Raises RequestError: the mask has another shape or dtype."""
+    mask = constraint.mask(states, vocab_size, device)
+    for name, values, shape in (
+        ("tokens", mask.tokens, (len(states), vocab_size)),
+        ("ends", mask.ends, (len(states),)),
+    ):
+        if values.dtype != torch.bool or values.shape != shape:
+            raise RequestError(
+                f"constraint {type(constraint).__name__} must return {name} of shape {shape} "
+                f"and dtype torch.bool, got "
+                f"{tuple(values.shape)} and {values.dtype}"
+            )
+    return mask
+
+
+def _reason(constraint: Any, error: Exception) -> str:
+    if isinstance(error, RequestError):
+        return str(error)
+    return f"constraint {type(constraint).__name__} failed: {error!r:.200}"

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from shoal.config import GUIDES_PROMPTS, Grammar, Limits, Sampling, Speculation
-from shoal.constraints import calls, masks
+from shoal.constraints import masks
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.dressing import Dressing
 from shoal.constraints.filters import Filter, conjunction, matching
@@ -212,7 +212,7 @@ class RequestValidator:
         for row in rows:
             masks.begin(row, constraints)
             row.checks = [
-                (check, calls.begun(row, check.start))
+                (check, masks.first_state(row, check.start))
                 for check in request.constraints
                 if isinstance(check, Check)
             ]

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import InternalError, RequestError
-from shoal.evaluation import cgroup, isolation, sandbox_exec, supervisor
+from shoal.evaluation import isolation, processes, sandbox_exec, supervisor
 from shoal.evaluation.language import COMPILING, Bounds, Language, Step, StepResult
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem
@@ -223,7 +223,7 @@ class Sandbox:
         self._supervisors: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._groups = cgroup.delegated()
+        self._groups = processes.delegated_folder()
         self.backend = self._first_that_isolates() if backend == "auto" else self._named(backend)
         self.isolation = isolation.describe(self.backend, cgroup=bool(self._groups))
         self.essentials = isolation.essentials(self.backend, cgroup=bool(self._groups))
@@ -328,7 +328,7 @@ class Sandbox:
             return json.loads(answer)
         if self._closed:
             return asdict(STOPPED)
-        cgroup.remove(job["cgroup"])
+        processes.remove_group(job["cgroup"])
         for left in (job["workdir"], job["shared"]):
             shutil.rmtree(left, ignore_errors=True)
         raise InternalError(

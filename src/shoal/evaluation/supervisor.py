@@ -40,7 +40,7 @@ def _load(name: str) -> ModuleType:
     return module
 
 
-cgroup, process_tree = _load("cgroup"), _load("process_tree")
+processes = _load("processes")
 
 POLL_SECONDS = 0.02, 1.0  # between two checks of the running processes, at least and at most
 OWN_PROCESSES = 4  # of the sandbox itself: sandbox_exec, bubblewrap or unshare and their child
@@ -67,8 +67,8 @@ def main() -> None:
                 break
             earlier += ended["stderr"]
     finally:
-        process_tree.kill_descendants()
-        cgroup.remove(job["cgroup"])
+        processes.kill_descendants()
+        processes.remove_group(job["cgroup"])
         for folder in (job["workdir"], job["shared"]):
             _remove_workdir(folder)
         for file in _owned_memory(uid):
@@ -138,13 +138,13 @@ class _Command:
         self.folders: list[str] = [job["workdir"], job["shared"]]
         self.uid = uid
         self.cgroup: str = job["cgroup"]
-        self.inspecting_uid = -1 if uid is None or process_tree.may_inspect_all() else uid
+        self.inspecting_uid = -1 if uid is None or processes.may_inspect_all() else uid
         self.written = {"stdout": bytearray(), "stderr": bytearray(), "report": bytearray()}
         self.received = 0
         self.status: int | None = None
         self.began = time.monotonic()
         if self.cgroup:
-            cgroup.limit(self.cgroup, self.bounds)
+            processes.limit_group(self.cgroup, self.bounds)
         self.pid, self.pipes = _start(command, self.cgroup, uid)
 
     def run(self) -> dict[str, Any]:
@@ -156,14 +156,14 @@ class _Command:
                 os.killpg(
                     self.pid, signal.SIGKILL
                 )  # ends a process group, and with it a namespace, at once
-        process_tree.kill_descendants()
+        processes.kill_descendants()
         while (
             self.pipes and not self._writes_too_much()
         ):  # no writer is left, so each pipe soon reaches its end
             self._read_pipes(0.0)
         for pipe in self.pipes:
             os.close(pipe)
-        if reason == "exit" and self.status != 0 and cgroup.out_of_memory(self.cgroup):
+        if reason == "exit" and self.status != 0 and processes.group_out_of_memory(self.cgroup):
             reason = "memory"
         elif reason == "exit" and self.written["report"] != b"go":
             reason = (
@@ -228,7 +228,7 @@ class _Command:
 
     def _has_ended(self) -> bool:
         """Reaps the processes that have ended; True if the command itself is one of them."""
-        for pid, status in process_tree.reaped():
+        for pid, status in processes.reaped():
             if pid == self.pid:
                 self.status = os.waitstatus_to_exitcode(status)
         return self.status is not None
@@ -238,13 +238,13 @@ class _Command:
 
         It is "processes", "memory", "files", or "".
         """
-        running = process_tree.descendants()
+        running = processes.descendants()
         if len(running) > self.bounds["processes"] + OWN_PROCESSES:
             return "processes"
-        with process_tree.effective_user(self.inspecting_uid):
-            if process_tree.exceeds_memory(running, self.bounds["memory_bytes"]):
+        with processes.effective_user(self.inspecting_uid):
+            if processes.exceeds_memory(running, self.bounds["memory_bytes"]):
                 return "memory"
-            unlinked = process_tree.unlinked_bytes(running)
+            unlinked = processes.unlinked_bytes(running)
         named = sum(512 * entry.stat().st_blocks for entry in _owned_memory(self.uid))
         return "files" if _is_full(self.folders, self.bounds, unlinked + named) else ""
 
@@ -271,7 +271,7 @@ def _start(command: list[str], group: str, uid: int | None) -> tuple[int, dict[i
             os.setsid()
             _raise_oom_score()
             if group:
-                cgroup.enter(group)
+                processes.enter_group(group)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             for name, descriptor in (("stdout", 1), ("stderr", 2), ("report", REPORT)):
                 os.dup2(pipes[name][1], descriptor)

@@ -15,7 +15,6 @@ from shoal.models.cache import Plan
 from shoal.models.cache.kept_prompts import KeptPrefixes
 from shoal.models.cache.kept_rows import KeptStates
 from shoal.models.cache.pass_plan import PACK_FROM, Parents
-from shoal.models.cache_memory import CacheMemory
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.device import RunnerCounts
 from shoal.models.executors.executor import (
@@ -29,7 +28,7 @@ from shoal.models.executors.executor import (
 )
 from shoal.models.executors.transformers_models import CDecoder, LayerLoop, Modules, TritonLayers
 from shoal.models.lean.forward import LeanPass
-from shoal.models.model_facts import ModelFacts
+from shoal.models.runner_parts import CacheMemory, ModelFacts
 from shoal.types.requests import Prefix
 
 

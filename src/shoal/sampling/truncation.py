@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.config import Sampling
-from shoal.sampling.selection import largest, last_needed, row_sums, weights_from
+from shoal.sampling.drawing import largest, last_needed, row_sums, weights_from
 
 _FIRST = 64
 """The number of candidates that are tried first if a mass decides.

@@ -1,4 +1,4 @@
-"""The tiny models, scripted models, tokenizer and exact distributions for tests.
+"""The tiny models, scripted models and tokenizers for tests.
 
 They test the library, drafters and constraints. Everything is built in milliseconds from configs;
 nothing is downloaded. `shoal.testing.tiny` has tokenizers like those of real models.

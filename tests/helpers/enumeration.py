@@ -33,9 +33,7 @@ def draw_measure(weights: Tensor) -> Tensor:
     for at, share in ((EDGE / 2, EDGE), (0.5, 1 - 2 * EDGE), (1 - EDGE / 2, EDGE)):
         left, width = steps[:, :-1], steps.diff(dim=-1)
         u = (left + at * width).clamp(max=1 - 2**-53)
-        token = drawing.draw(weights.repeat_interleave(vocab, dim=0), u.reshape(-1)).view(
-            rows, vocab
-        )
+        token = drawing.draw(weights.repeat_interleave(vocab, dim=0), u.reshape(-1)).view(rows, vocab)
         measure.scatter_add_(1, token, share * width)
     return measure
 
@@ -175,29 +173,16 @@ class _Pair:
         drafts, own = every.repeat(len(histories), 1), lengths[row]
         tokens = torch.nn.functional.pad(torch.cat([histories[row], drafts], dim=1), (order, 0))
         start = histories.shape[1]
-        contexts = [
-            tuple(tokens[:, start + j : start + j + order].unbind(dim=1)) for j in range(k + 1)
-        ]
+        contexts = [tuple(tokens[:, start + j : start + j + order].unbind(dim=1)) for j in range(k + 1)]
         inside = torch.arange(k) < own[:, None]
         of_draft = [(*context, drafts[:, j]) for j, context in enumerate(contexts[:k])]
         # Padding is drafted uniformly, which must not change the result.
-        made = (
-            _stack([self.drafted[index] for index in of_draft], len(row))
-            .where(inside, 1 / vocab)
-            .prod(dim=1)
-        )
+        made = _stack([self.drafted[index] for index in of_draft], len(row)).where(inside, 1 / vocab).prod(dim=1)
         passes = _stack([self.accepts[index] for index in of_draft], len(row))
-        step = _stack(
-            [_threshold(self.target[index], self.drafter[index]) for index in of_draft], len(row)
-        )
-        p, q = (
-            torch.stack([table[context] for context in contexts], dim=1)
-            for table in (self.target, self.drafter)
-        )
+        step = _stack([_threshold(self.target[index], self.drafter[index]) for index in of_draft], len(row))
+        p, q = (torch.stack([table[context] for context in contexts], dim=1) for table in (self.target, self.drafter))
         return [
-            self._outcome(
-                j, drafts, own, p=p, q=q, step=step, weight=made * _run(passes, inside, j), row=row
-            )
+            self._outcome(j, drafts, own, p=p, q=q, step=step, weight=made * _run(passes, inside, j), row=row)
             for j in range(k + 1)
             if bool((own >= j).any())
         ]
@@ -223,13 +208,7 @@ class _Pair:
             u_accept[:, j + 1 :] = 0.0  # accepted, which must not count behind a rejection
         rest = (p[:, j] - q[:, j]).clamp(min=0)
         total = rest.sum(dim=-1, keepdim=True)
-        steps = (
-            torch.cat(
-                [_steps(p[:, j]), _steps(torch.where(total > 0, rest / total, p[:, j]))], dim=1
-            )
-            .sort(dim=1)
-            .values
-        )
+        steps = torch.cat([_steps(p[:, j]), _steps(torch.where(total > 0, rest / total, p[:, j]))], dim=1).sort(dim=1).values
         width = weight[:, None] * steps.diff(dim=1)
         at, which = (width > 0).nonzero().unbind(dim=1)
         u = ((steps[:, :-1] + steps[:, 1:]) / 2)[at, which]
@@ -257,9 +236,7 @@ def _run(passes: Tensor, inside: Tensor, j: int) -> Tensor:
 
 
 def _stack(columns: Sequence[Tensor], rows: int) -> Tensor:
-    return (
-        torch.stack(list(columns), dim=1) if columns else torch.ones(rows, 0, dtype=torch.float64)
-    )
+    return torch.stack(list(columns), dim=1) if columns else torch.ones(rows, 0, dtype=torch.float64)
 
 
 def _digits(codes: Tensor, length: int, base: int) -> Tensor:
@@ -302,13 +279,9 @@ def independence(table: Tensor, least: float = 5.0) -> float:
     rare = (least * float(table.sum())) ** 0.5
     table = _pooled(_pooled(table.double(), rare).T, rare)
     if min(table.shape) < 2:
-        raise ValueError(
-            f"nothing to test: {table.shape[0]} x {table.shape[1]} values are frequent enough"
-        )
+        raise ValueError(f"nothing to test: {table.shape[0]} x {table.shape[1]} values are frequent enough")
     expected = table.sum(dim=1, keepdim=True) * table.sum(dim=0, keepdim=True) / table.sum()
-    return _tail(
-        ((table - expected) ** 2 / expected).sum(), (table.shape[0] - 1) * (table.shape[1] - 1)
-    )
+    return _tail(((table - expected) ** 2 / expected).sum(), (table.shape[0] - 1) * (table.shape[1] - 1))
 
 
 def _pooled(table: Tensor, rare: float) -> Tensor:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import scaling
 import shoal
 from scaling import Point, Sweep, gains, grid, line, pass_sweeps, prepared_pass
-from shoal.models.executors.executor import PassBatch, PassOutput
+from shoal.models.executor import PassBatch, PassOutput
 from shoal.models.runner import Runner
 from shoal.testing.tiny import save_pair
 

@@ -1,7 +1,7 @@
 """Prompt tokens of PPD: what the drafter reads is what the target says behind them, and nothing else of the pass or the cache knows
 of them; trees of the size that pays; refused where they do not fit.
 
-Tests of: models.executors.executor, drafting.ppd, drafting.shapes, models.cache.pass_plan, drafting.draft.
+Tests of: models.executor, drafting.ppd, drafting.shapes, models.cache.pass_plan, drafting.draft.
 """
 
 from __future__ import annotations

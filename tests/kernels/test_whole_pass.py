@@ -24,7 +24,6 @@ from native_kernels import needs_compiler, threads
 from shoal.models import formats, quantize, weights
 from shoal.models.attention.unfused import MOST_COLUMNS
 from shoal.models.cache import slots
-from shoal.models.executors.transformers_models import C_DECODER
 from shoal.models.lean import forward, whole
 from shoal.models.lean.decoder import decoder_of
 from shoal.models.lean.forward import LeanPass, NativeKernels
@@ -33,6 +32,7 @@ from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
 from shoal.models.prompt_passes import feed_carrying, feed_prefix, feed_prompts
 from shoal.models.runner import Runner
+from shoal.models.transformers_executors import C_DECODER
 from shoal.models.weights.matrix import AS_IS, PACKED
 from shoal.models.weights.panels import Int8PanelMatrix, PanelMatrix
 from shoal.types.requests import Prefix

@@ -32,7 +32,7 @@ from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
 from shoal.models.attention.unfused import pad
 from shoal.models.cache import SlotCache
-from shoal.models.executors.executor import embedded
+from shoal.models.executor import embedded
 from shoal.models.structure import Structure, last_column
 
 NAME, STATIC_NAME = "shoal", "shoal-static"
@@ -153,7 +153,7 @@ class Bridge:
         Args:
             forward_context: a context that is entered while the model computes.
             want_logits: False allows the logits of the last column only.
-            vectors: the vectors that negative ids stand for (`shoal.models.executors.executor`).
+            vectors: the vectors that negative ids stand for (`shoal.models.executor`).
 
         Raises:
             UnsupportedModel: the model does not return its hidden states.

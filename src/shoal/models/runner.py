@@ -17,7 +17,7 @@ from shoal.models.cache.kept_rows import KeptStates
 from shoal.models.cache.pass_plan import PACK_FROM, Parents
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.device import RunnerCounts
-from shoal.models.executors.executor import (
+from shoal.models.executor import (
     Executor,
     Explanation,
     PassBatch,
@@ -26,9 +26,9 @@ from shoal.models.executors.executor import (
     first_of,
     require_vectors,
 )
-from shoal.models.executors.transformers_models import CDecoder, LayerLoop, Modules, TritonLayers
 from shoal.models.lean.forward import LeanPass
 from shoal.models.runner_parts import CacheMemory, ModelFacts
+from shoal.models.transformers_executors import CDecoder, LayerLoop, Modules, TritonLayers
 from shoal.types.requests import Prefix
 
 

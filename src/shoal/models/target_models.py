@@ -10,9 +10,9 @@ An assistant of Gemma 4 drafts from keys and values that its target lends it. Tr
 are used unmodified (`Gemma4AssistantForCausalLM`); its `generate` drafts with them for one row. An
 assistant has no keys of its own. Each of its layers attends to those of the target's last layer of
 the same kind that has any, for all tokens that were committed before the row's last one. The last
-one has no keys yet, and drafted tokens never get any: all tokens of a draft stand at the position of
-the last one. Beside the embedding of the token before, which is the target's, a pass reads a state:
-the target's last hidden state first, its own result afterwards.
+one has no keys yet, and drafted tokens never get any: all tokens of a draft stand at the position
+of the last one. Beside the embedding of the token before, which is the target's, a pass reads a
+state: the target's last hidden state first, its own result afterwards.
 
 Where a draft follows rejected ones, Transformers also shows the assistant the keys of the first
 rejected token (5.24), and in layers with a sliding window those of all rejected ones. Here they are

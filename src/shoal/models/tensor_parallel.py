@@ -29,7 +29,7 @@ from shoal.models.compiled import Captures
 from shoal.models.compiled.block import Bucket
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import Run
-from shoal.models.executors.executor import PassBatch, PassOutput
+from shoal.models.executor import PassBatch, PassOutput
 from shoal.models.ranks import (
     BUILD,
     CAPTURE,

@@ -319,7 +319,8 @@ def with_head_of(hf: Any, kept: Sequence[int], name: str) -> Any:
     head = hf.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise UnsupportedModel(
-            f"the head of {name} is a {type(head).__name__}, which cannot be trimmed: delete {TRIM_FILE}"
+            f"the head of {name} is a {type(head).__name__}, which cannot be trimmed: delete "
+            f"{TRIM_FILE}"
         )
     if kept[-1] >= head.out_features:
         raise ModelError(

@@ -1,7 +1,7 @@
 """The limits and defaults of a server, and the sampling fields of requests within them.
 
-The fields become `shoal.Sampling` and `shoal.Limits`. The one grammar of a request comes from any of
-the fields that can give it.
+The fields become `shoal.Sampling` and `shoal.Limits`. The one grammar of a request comes from any
+of the fields that can give it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from shoal.models.attention.methods import Method
 from shoal.models.attention.unfused import takes
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.row_store import SCALE_BYTES
-from shoal.models.executors.executor import embedded
+from shoal.models.executor import embedded
 from shoal.models.lean.decoder import Angles, Decoder, Norm
 from shoal.models.lean.whole import WholePass
 from shoal.native.build import SUFFIXES, library
@@ -286,7 +286,7 @@ class LeanPass:
             method: the method that attends if the kernels cannot.
             hidden_layers: the numbers of the hidden states to return
                 (`shoal.models.runner.Runner`).
-            vectors: the vectors that negative ids stand for (`shoal.models.executors.executor`).
+            vectors: the vectors that negative ids stand for (`shoal.models.executor`).
 
         Returns:
             Logits [rows, q, vocab]; without `want_logits`, a tensor of no use.

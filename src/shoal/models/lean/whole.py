@@ -102,7 +102,7 @@ class WholePass:
             logits: the tensor that receives the logits of the first rows, all or some,
                 [rows, columns, vocab].
             ahead: the number of positions of later passes that the same struct will compute.
-            vectors: the vectors that negative ids stand for (`shoal.models.executors.executor`).
+            vectors: the vectors that negative ids stand for (`shoal.models.executor`).
         """
         decoder = self.decoder
         if len(cache) < len(decoder.layers):

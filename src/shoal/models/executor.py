@@ -1,4 +1,12 @@
-"""The seam between a runner and the executors of its passes.
+"""The seam between a runner and its executors, each of which computes passes of one model.
+
+A runner asks its executors in order, and the first that does not refuse a batch computes it;
+`Modules`, the last of a Transformers model (`shoal.models.transformers_executors`), computes every
+batch. Captured rounds are whole rounds of an engine, and come before all of them
+(`shoal.drafting.captured`). `Runner.explain` returns the executor of a batch and the reasons of
+those that refuse it; `Stats.executors` counts passes by executor. An executor for another kind of
+model needs nothing from the others, and may stand beside its models, as llama.cpp's does
+(`shoal.models.gguf.gguf_runner`).
 
 Inputs may be vectors in place of tokens: id -1 - i of a block stands for vector i, which a pass
 takes in place of the embedding of a token.

@@ -17,7 +17,7 @@ from shoal.models.attention.unfused import MOST_COLUMNS, takes
 from shoal.models.bridge import Bridge
 from shoal.models.compiled.captures import require_device, words_of
 from shoal.models.device import is_out_of_memory
-from shoal.models.executors.executor import Executor, PassBatch, PassOutput
+from shoal.models.executor import Executor, PassBatch, PassOutput
 from shoal.models.lean.forward import LeanPass, known_tokens
 
 MODULES = "modules"

@@ -21,7 +21,7 @@ from torch import Tensor
 from sandboxes import strongest
 from shoal.api import Shoal
 from shoal.cli import run as command_line
-from shoal.cli.eval_options import show_table
+from shoal.cli.eval_kinds import show_table
 from shoal.engine.ended_rows import finish
 from shoal.errors import RequestError
 from shoal.evaluation import figure as figures

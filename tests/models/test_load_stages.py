@@ -19,8 +19,8 @@ from rich.console import Console
 import shoal
 from serving import pair
 from shoal.cli import console, progress, run
-from shoal.cli.eval_options import with_progress
 from shoal.cli.options import ModelSource
+from shoal.cli.progress import with_progress
 from shoal.errors import ModelError
 from shoal.models import loading
 from shoal.models.load_report import LoadStage, LoadStages

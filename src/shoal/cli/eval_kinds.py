@@ -1,24 +1,34 @@
-"""The kinds of `shoal eval` beside plain problems: cut programs, schemas, given solutions.
+"""The kinds of `shoal eval` beside plain problems, and the tables and exports of all kinds.
 
 `--cut KIND` continues programs that are cut inside a token, each as it is, aligned, and uncut.
 `jsonschema` tells which schemas are accepted, and whether documents fit their schema.
 `--solutions` executes and counts completions that no model here wrote.
+
+Tables are on stdout; `--export FORMAT:FILE` writes the samples for another evaluator.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from shoal.cli.console import EXIT_INTERRUPTED, plain_table, printable, stderr, stdout
-from shoal.cli.eval_options import show_solutions, with_progress
-from shoal.cli.eval_set import EvalSet, SandboxOptions, digest
+from shoal.cli.eval_options import EvalSet, SandboxOptions, digest
+from shoal.cli.files import require_writable, write_whole
 from shoal.cli.options import ModelSource
+from shoal.cli.progress import with_progress
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shoal.evaluation.exports import ExportFormat
+    from shoal.evaluation.journal import Evaluation
     from shoal.evaluation.sandbox import Sandbox
 
 
@@ -209,3 +219,130 @@ def _settings(eval_set: EvalSet, solutions: str, sandbox: Sandbox) -> dict[str, 
         "solutions_fingerprint": fingerprint,
         "sandbox": sandbox.backend,
     }
+
+
+UNBOUNDED = 10_000
+"""The columns of a table that is never folded."""
+
+
+def show_summary(summary: dict[str, Any], directory: Path | None) -> None:
+    """Prints the table of a summary, then its findings."""
+    from shoal.evaluation.figure import columns, findings, legend, rows, title
+
+    console = stdout()
+    console.print(title(summary), style="bold", markup=False)
+    show_table(console, columns(summary), list(rows(summary)))
+    for line in (legend(summary), *findings(summary)):
+        console.print(printable(line), markup=False)
+    if directory is not None:
+        console.print(f"written to {directory}", markup=False)
+
+
+def show_table(console: Console, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Prints a line per budget and method, headed by its first cells.
+
+    A terminal that is too narrow gets a table per budget, with a column per method.
+    """
+    table = plain_table(*heads)
+    table.columns[1].justify = "left"
+    for line in lines:
+        table.add_row(*line)
+    if show_wide(console, table):
+        return
+    for budget in dict.fromkeys(line[0] for line in lines):
+        chosen = [line for line in lines if line[0] == budget]
+        table = plain_table(f"budget: {budget}", *(line[1] for line in chosen))
+        for place, head in enumerate(heads[2:], 2):
+            table.add_row(head, *(line[place] for line in chosen))
+        console.print(table)
+        console.print()
+
+
+def show_wide(console: Console, table: Table) -> bool:
+    """Prints a table in its full width, which a file always takes.
+
+    Returns:
+        False if the terminal is too narrow, and nothing was printed.
+    """
+    wide = stdout()
+    wide.width = UNBOUNDED
+    widest = wide.measure(table).maximum
+    if widest > console.width and console.is_terminal:
+        return False
+    wide.width = max(console.width, widest)
+    wide.print(table)
+    return True
+
+
+def show_solutions(summary: dict[str, Any]) -> None:
+    """Prints the failures, then a table of the languages."""
+    console = stdout()
+    for failure in summary["failures"]:
+        console.print(
+            printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"),
+            markup=False,
+            soft_wrap=True,
+        )
+    table = plain_table("language", "problems", "without a solution", "passed", "of", "per cent")
+    for name, counts in summary["languages"].items():
+        share = f"{100 * counts['passed'] / counts['total']:.1f}" if counts["total"] else "–"
+        columns = ("problems", "without_solution", "passed", "total")
+        table.add_row(name, *(str(counts[column]) for column in columns), share)
+    console.print(table)
+
+
+@dataclass(frozen=True)
+class Export:
+    """A file to write."""
+
+    format: ExportFormat
+    file: Path
+
+    def write(self, evaluation: Evaluation, eval_set: EvalSet) -> None:
+        """Writes the samples of a complete evaluation, and names the evaluator's command.
+
+        Raises:
+            RequestError: the file cannot be written.
+        """
+        from shoal.evaluation.exports import programs_of
+        from shoal.evaluation.sampling import METHODS
+
+        config = evaluation.config
+        method = max(config.methods, key=METHODS.index)  # batched, or the method closest to it
+        programs = programs_of(eval_set.problems, evaluation.samples.entries, method, config.n)
+        write_whole(self.file, self.format.render(eval_set.name, programs))
+        said = (
+            f"{method} samples for {self.format.tool}: "
+            f"{self.format.hint(eval_set.name, str(self.file), programs)}"
+        )
+        stderr().print(said, markup=False, soft_wrap=True)
+
+
+def read_exports(texts: Sequence[str], eval_set: EvalSet) -> list[Export]:
+    """Reads the --export options of a command line.
+
+    Raises:
+        RequestError: a format is unknown, a file cannot be written or would not be read by the
+            evaluator, or the format does not fit the set.
+    """
+    from shoal.evaluation.exports import FORMATS
+
+    exports: list[Export] = []
+    for text in texts:
+        name, _, file = text.partition(":")
+        if name not in FORMATS or not file:
+            raise RequestError(
+                f"--export must be FORMAT:FILE with a format of {', '.join(FORMATS)}; got {text!r}"
+            )
+        found, path = FORMATS[name], Path(file)
+        if path.suffix != found.suffix:
+            raise RequestError(
+                f"{found.tool} reads {found.suffix} files: --export {name}:FILE{found.suffix}; "
+                f"got {text!r}"
+            )
+        if path in (other.file for other in exports):
+            raise RequestError(f"two exports would be written to {file!r}")
+        found.check(eval_set.name, eval_set.problems)
+        require_writable(path)
+        exports.append(Export(found, path))
+    return exports

@@ -1,24 +1,19 @@
-"""The options of `shoal eval`: samples, the place of results, and all of it as settings.
-
-Its progress is on stderr and its tables are on stdout; `--export FORMAT:FILE` writes the samples
-for another evaluator.
-"""
+"""The options of `shoal eval`: set, sandbox, samples, the place of results, all of it as settings."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.console import Console
+import typer
 
-from shoal.cli.console import imports_shown, plain_table, printable, stderr, stdout
-from shoal.cli.eval_set import EvalSet
-from shoal.cli.files import require_writable, write_whole
+from shoal.cli.console import imports_shown, stderr
 from shoal.cli.option_groups import output_option, sampling_option, speed_option
 from shoal.cli.options import (
     GuidanceOption,
@@ -31,95 +26,172 @@ from shoal.cli.options import (
     TopPOption,
     parse_lookahead,
 )
-from shoal.cli.progress import progress_bar
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from shoal.cli.eval_set import EvalSet
-    from shoal.evaluation.exports import ExportFormat
-    from shoal.evaluation.journal import Evaluation
+    from shoal.evaluation.problems import Problem
     from shoal.evaluation.sampling import SamplingConfig
+    from shoal.evaluation.sandbox import Sandbox
+    from shoal.evaluation.tasks import Task
+
+Name = Literal[
+    "humaneval", "mbxp", "multipl-e", "functions", "infilling", "summarize", "jsonschema"
+]
+
+Kind = Literal["word", "space", "punctuation", "prefix-sep", "prefix-indent", "all"]
 
 
-UNBOUNDED = 10_000  # columns
-Value = TypeVar("Value")
+@dataclass(frozen=True)
+class EvalSet:
+    """An evaluation set.
 
-
-def with_progress(what: str, results: Iterable[Value], total: int) -> Iterator[Value]:
-    """Yields the results, with a bar and the time left on stderr."""
-    with progress_bar() as bar:
-        bar.expect(total, what)
-        for result in results:
-            bar.step(what)
-            yield result
-
-
-def show_summary(summary: dict[str, Any], directory: Path | None) -> None:
-    """Prints the table of a summary, then its findings."""
-    from shoal.evaluation.figure import columns, findings, legend, rows, title
-
-    console = stdout()
-    console.print(title(summary), style="bold", markup=False)
-    show_table(console, columns(summary), list(rows(summary)))
-    for line in (legend(summary), *findings(summary)):
-        console.print(printable(line), markup=False)
-    if directory is not None:
-        console.print(f"written to {directory}", markup=False)
-
-
-def show_table(console: Console, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Prints a line per budget and method, headed by its first cells.
-
-    A terminal that is too narrow gets a table per budget, with a column per method.
+    Attributes:
+        tasks: the tasks that models are asked.
+        problems: the problems to be judged; empty for summaries.
+        documents: the documents of summaries.
+        fingerprint: the fingerprint of the file; "" for the generated set.
     """
-    table = plain_table(*heads)
-    table.columns[1].justify = "left"
-    for line in lines:
-        table.add_row(*line)
-    if show_wide(console, table):
-        return
-    for budget in dict.fromkeys(line[0] for line in lines):
-        chosen = [line for line in lines if line[0] == budget]
-        table = plain_table(f"budget: {budget}", *(line[1] for line in chosen))
-        for place, head in enumerate(heads[2:], 2):
-            table.add_row(head, *(line[place] for line in chosen))
-        console.print(table)
-        console.print()
+
+    name: str
+    tasks: Sequence[Task]
+    problems: Sequence[Problem] = ()
+    documents: Sequence[Any] = ()
+    chat: bool = False
+    file: str = ""
+    fingerprint: str = ""
+
+    @property
+    def scores(self) -> Sequence[str]:
+        """The names of the scores in its grades, the most important first."""
+        from shoal.evaluation.tasks import PASSED, ROUGE
+
+        return (PASSED,) if self.problems else ROUGE
 
 
-def show_wide(console: Console, table: Table) -> bool:
-    """Prints a table in its full width, which a file always takes.
-
-    Returns:
-        False if the terminal is too narrow, and nothing was printed.
-    """
-    wide = stdout()
-    wide.width = UNBOUNDED
-    widest = wide.measure(table).maximum
-    if widest > console.width and console.is_terminal:
-        return False
-    wide.width = max(console.width, widest)
-    wide.print(table)
-    return True
+def digest(file: Path) -> str:
+    """Returns a fingerprint of a file's content."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def show_solutions(summary: dict[str, Any]) -> None:
-    """Prints the failures, then a table of the languages."""
-    console = stdout()
-    for failure in summary["failures"]:
-        console.print(
-            printable(f"{failure['task_id']}: {failure['outcome']}: {failure['headline']}"),
-            markup=False,
-            soft_wrap=True,
+@dataclass(frozen=True)
+class SetOptions:
+    """The evaluation set, and the way that models are asked."""
+
+    set_: Annotated[
+        Name,
+        typer.Argument(
+            metavar="SET",
+            help="humaneval, mbxp, multipl-e, functions, infilling, summarize or jsonschema.",
+        ),
+    ]
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="The set, .jsonl or .jsonl.gz; of jsonschema a directory; functions needs "
+            "none. Nothing is downloaded."
+        ),
+    ] = None
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Only the first so many problems; functions: 200 without it, 1996 at most."
+        ),
+    ] = None
+    chat: Annotated[bool, sampling_option("--chat", help="Ask by the model's chat template.")] = (
+        False
+    )
+    cut: Annotated[
+        Kind | None,
+        sampling_option(
+            "--cut",
+            help="Cut each solution inside a token of this class, and go on: as it is, with "
+            "--align, and from where the token "
+            "begins.",
+        ),
+    ] = None
+
+    def read(self) -> EvalSet:
+        """Reads the set.
+
+        Raises:
+            RequestError: a file is missing or wrong.
+        """
+        from shoal.evaluation import tasks
+
+        if self.set_ == "functions":
+            if self.data is not None:
+                raise RequestError("the set functions is bundled: leave out --data")
+            problems = tasks.function_problems(self.limit or tasks.FUNCTIONS)
+            return EvalSet(
+                self.set_, tasks.code_tasks(problems, chat=self.chat), problems, chat=self.chat
+            )
+        if self.data is None:
+            raise RequestError(
+                f"give the file of the set: shoal eval {self.set_} --data FILE; nothing is "
+                f"bundled or downloaded"
+            )
+        if self.set_ == "infilling" and self.chat:
+            raise RequestError(
+                "a middle is filled in by special tokens, not in a chat: leave out --chat"
+            )
+        return self._read_file(self.data)
+
+    def _read_file(self, data: Path) -> EvalSet:
+        from shoal.evaluation import problems, tasks
+
+        chat = self.chat
+        file: dict[str, Any] = {"chat": chat, "file": data.name}
+        if self.set_ == "summarize":
+            documents = tasks.read_documents(data)[: self.limit]
+            asked = tasks.summary_tasks(documents, chat=chat)
+            return EvalSet(self.set_, asked, documents=documents, fingerprint=digest(data), **file)
+        readers = {"mbxp": problems.read_mbxp, "multipl-e": problems.read_multipl_e}
+        found = readers.get(self.set_, problems.read_humaneval)(data)[: self.limit]
+        asked = (
+            tasks.infilling_tasks(found)
+            if self.set_ == "infilling"
+            else tasks.code_tasks(found, chat=chat)
         )
-    table = plain_table("language", "problems", "without a solution", "passed", "of", "per cent")
-    for name, counts in summary["languages"].items():
-        share = f"{100 * counts['passed'] / counts['total']:.1f}" if counts["total"] else "–"
-        columns = ("problems", "without_solution", "passed", "total")
-        table.add_row(name, *(str(counts[column]) for column in columns), share)
-    console.print(table)
+        return EvalSet(self.set_, asked, found, fingerprint=digest(data), **file)
+
+
+PAGE = "docs/explanation/sandbox.md"
+Isolation = Literal["auto", "bubblewrap", "namespaces", "limits"]
+
+
+@dataclass(frozen=True)
+class SandboxOptions:
+    """The sandbox, and the number of programs executed at a time."""
+
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Programs executed at a time.", show_default="the number of cores"
+        ),
+    ] = None
+    sandbox: Annotated[
+        Isolation,
+        typer.Option(
+            help="What isolates programs; auto: the strongest that keeps them from files and "
+            "network here, or none. "
+            "limits leaves the network open."
+        ),
+    ] = "auto"
+
+    @contextmanager
+    def open(self) -> Iterator[Sandbox]:
+        """Opens a sandbox, and describes it on stderr before the first program runs."""
+        from shoal.evaluation.sandbox import Sandbox
+
+        with Sandbox(self.sandbox) as sandbox:
+            first, *more = sandbox.essentials
+            for line in (
+                f"programs are executed in: {first}",
+                *(f"  {line}" for line in more),
+                f"  what it prevents, and how: {PAGE}",
+            ):
+                stderr().print(line, markup=False, highlight=False, soft_wrap=True)
+            yield sandbox
 
 
 EXPORT_HELP = (
@@ -127,63 +199,6 @@ EXPORT_HELP = (
     "BigCode evaluation harness. "
     "Repeatable; of batched speculation, unless --methods leaves it out."
 )
-
-
-@dataclass(frozen=True)
-class Export:
-    """A file to write."""
-
-    format: ExportFormat
-    file: Path
-
-    def write(self, evaluation: Evaluation, eval_set: EvalSet) -> None:
-        """Writes the samples of a complete evaluation, and names the evaluator's command.
-
-        Raises:
-            RequestError: the file cannot be written.
-        """
-        from shoal.evaluation.exports import programs_of
-        from shoal.evaluation.sampling import METHODS
-
-        config = evaluation.config
-        method = max(config.methods, key=METHODS.index)  # batched, or the method closest to it
-        programs = programs_of(eval_set.problems, evaluation.samples.entries, method, config.n)
-        write_whole(self.file, self.format.render(eval_set.name, programs))
-        said = (
-            f"{method} samples for {self.format.tool}: "
-            f"{self.format.hint(eval_set.name, str(self.file), programs)}"
-        )
-        stderr().print(said, markup=False, soft_wrap=True)
-
-
-def read_exports(texts: Sequence[str], eval_set: EvalSet) -> list[Export]:
-    """Reads the --export options of a command line.
-
-    Raises:
-        RequestError: a format is unknown, a file cannot be written or would not be read by the
-            evaluator, or the format does not fit the set.
-    """
-    from shoal.evaluation.exports import FORMATS
-
-    exports: list[Export] = []
-    for text in texts:
-        name, _, file = text.partition(":")
-        if name not in FORMATS or not file:
-            raise RequestError(
-                f"--export must be FORMAT:FILE with a format of {', '.join(FORMATS)}; got {text!r}"
-            )
-        found, path = FORMATS[name], Path(file)
-        if path.suffix != found.suffix:
-            raise RequestError(
-                f"{found.tool} reads {found.suffix} files: --export {name}:FILE{found.suffix}; "
-                f"got {text!r}"
-            )
-        if path in (other.file for other in exports):
-            raise RequestError(f"two exports would be written to {file!r}")
-        found.check(eval_set.name, eval_set.problems)
-        require_writable(path)
-        exports.append(Export(found, path))
-    return exports
 
 
 @dataclass(frozen=True)

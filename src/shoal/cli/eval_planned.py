@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from shoal.cli.console import EXIT_INTERRUPTED, plain_table, printable, stderr, stdout
+from shoal.cli.eval_kinds import show_wide
 from shoal.cli.eval_options import (
     EvalOutputOptions,
     EvalSampling,
+    EvalSet,
+    SandboxOptions,
+    SetOptions,
     options_of,
     settings_of,
-    show_wide,
-    with_progress,
 )
-from shoal.cli.eval_set import EvalSet, SandboxOptions, SetOptions
 from shoal.cli.option_groups import sampling_option
 from shoal.cli.options import ModelSource, SpeculationOptions, parse_lookahead
+from shoal.cli.progress import with_progress
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.console import EXIT_INTERRUPTED, imports_shown, stderr
-from shoal.cli.eval_kinds import execute_solutions
+from shoal.cli.eval_kinds import Export, execute_solutions, read_exports, show_summary
 from shoal.cli.eval_options import (
     EvalOutputOptions,
     EvalSampling,
-    Export,
+    EvalSet,
+    SandboxOptions,
+    SetOptions,
     options_of,
     parse_budgets,
-    read_exports,
     settings_of,
-    show_summary,
-    with_progress,
 )
 from shoal.cli.eval_planned import PlanOptions, evaluate_planned
-from shoal.cli.eval_set import EvalSet, SandboxOptions, SetOptions
 from shoal.cli.option_groups import option_groups
 from shoal.cli.options import ModelSource, SpeculationOptions
+from shoal.cli.progress import with_progress
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.progress import (
     BarColumn,
@@ -24,6 +24,8 @@ from shoal.cli.console import StatusLine, stderr
 
 if TYPE_CHECKING:
     from shoal.serve.api_errors import Json
+
+Value = TypeVar("Value")
 
 
 class Bar:
@@ -192,3 +194,12 @@ def _bar(progress: BatchProgress) -> Iterator[Callable[[], None]]:
         yield lambda: bar.update(
             task, completed=progress.kept + progress.answered, pace=f"{progress.speed:.0f} tokens/s"
         )
+
+
+def with_progress(what: str, results: Iterable[Value], total: int) -> Iterator[Value]:
+    """Yields the results, with a bar and the time left on stderr."""
+    with progress_bar() as bar:
+        bar.expect(total, what)
+        for result in results:
+            bar.step(what)
+            yield result

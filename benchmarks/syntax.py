@@ -33,9 +33,9 @@ from held_out import problems
 from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
 from shoal.constraints.fim import middle_tokens
+from shoal.constraints.syntax import Syntax
 from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.python import PythonMiddle
-from shoal.constraints.syntax.requests import Syntax
 from shoal.constraints.syntax.tree_middles import TreeMiddle, tree_sitter_language
 from shoal.constraints.syntax.viable import is_complete, is_viable
 from shoal.engine import engine

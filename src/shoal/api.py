@@ -17,7 +17,7 @@ from shoal.config import Grammar
 from shoal.constraints.dressing import Dressing
 from shoal.constraints.filters import Filter
 from shoal.constraints.protocol import Check, Constraint
-from shoal.constraints.syntax.requests import Syntax
+from shoal.constraints.syntax import Syntax
 from shoal.drafting.following import (
     Follower,
     Realignment,
@@ -82,7 +82,7 @@ class CallOptions(TypedDict, total=False):
             is written after which the text between prompt and suffix cannot be completed to a
             program, document or text of the grammar, and a text ends by itself only if the whole
             parses; otherwise it is cut, see `Sample.syntax`. Other languages
-            (`shoal.constraints.syntax.requests`): ends and cuts alone. The text of a stream then
+            (`shoal.constraints.syntax`): ends and cuts alone. The text of a stream then
             comes with a row's last increment.
         shown_tokens: the ids of special tokens that texts show; without it they show none.
     """

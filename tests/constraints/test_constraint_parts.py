@@ -26,8 +26,8 @@ from shoal.constraints.members import Members
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.constraints.schema_checks import with_orders
 from shoal.constraints.schema_proofs import Proofs, resolved
+from shoal.constraints.syntax import Syntax, with_syntax
 from shoal.constraints.syntax.python import end_places
-from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.constraints.token_bytes import byte_letters, byte_level, sentence_piece
 from shoal.errors import RequestError
 from shoal.serve.reasoning import ReasoningRules

@@ -14,7 +14,7 @@ import pytest
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints.dressing import Dressing
 from shoal.constraints.filters import Filter
-from shoal.constraints.syntax.requests import Syntax
+from shoal.constraints.syntax import Syntax
 from shoal.errors import RequestError
 from shoal.testing import tiny_tokenizer
 from shoal.types.requests import Request

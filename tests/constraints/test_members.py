@@ -1,6 +1,6 @@
 """Members after a dot: known names only, one query per dot, the distribution of p given that tokens pass.
 
-Tests of: constraints.members, constraints.syntax.requests.
+Tests of: constraints.members, constraints.syntax.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from member_lists import analyser, asked, passes
 from shoal.config import Limits, Sampling
 from shoal.constraints import members
 from shoal.constraints.members import ARROW, DOT, Members, State, jedi_analyser
+from shoal.constraints.syntax import Syntax, with_syntax
 from shoal.constraints.syntax.python import PythonMiddle
-from shoal.constraints.syntax.requests import Syntax, with_syntax
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection

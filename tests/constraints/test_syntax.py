@@ -20,10 +20,9 @@ import shoal
 from constrained_laws import agreement, law_given, rows_of
 from shoal.config import Limits, Sampling
 from shoal.constraints.fim import fill_in_middle
-from shoal.constraints.syntax import python
+from shoal.constraints.syntax import Syntax, python
 from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.python import Middle, PythonMiddle, ends_program
-from shoal.constraints.syntax.requests import Syntax
 from shoal.constraints.syntax.viable import is_complete, is_viable
 from shoal.constraints.token_bytes import token_bytes
 from shoal.engine import checks

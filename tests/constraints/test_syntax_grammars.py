@@ -18,11 +18,10 @@ import pytest
 
 import shoal
 from constrained_laws import agreement, law_given, rows_of
-from shoal.constraints.syntax import middles
+from shoal.constraints.syntax import middles, read_syntax
 from shoal.constraints.syntax.behind import Behind
 from shoal.constraints.syntax.grammars import automaton, encoded, read_grammar
 from shoal.constraints.syntax.middles import Column, GrammarMiddle, Quotients
-from shoal.constraints.syntax.requests import read_syntax
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.sampling.acceptance import Coupled, Rejection

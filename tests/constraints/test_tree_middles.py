@@ -1,6 +1,6 @@
 """Middles of the languages that tree-sitter reads: where they may end, where they are cut, and what files had already.
 
-Tests of: constraints.syntax.tree_middles and requests.
+Tests of: constraints.syntax.tree_middles, constraints.syntax.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import shoal
 from constrained_laws import agreement, law_given, rows_of
-from shoal.constraints.syntax import requests, tree_middles
-from shoal.constraints.syntax.requests import (
+from shoal.constraints import syntax
+from shoal.constraints.syntax import (
     LANGUAGES,
     Language,
     Syntax,
@@ -26,6 +26,7 @@ from shoal.constraints.syntax.requests import (
     language_of,
     read_syntax,
     syntax_by_name,
+    tree_middles,
     why_unchecked,
     with_syntax,
 )
@@ -452,5 +453,5 @@ def test_without_the_packages_what_to_install_is_said(module: str, monkeypatch: 
 
 
 def test_packages_that_are_absent_leave_their_languages_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "find_spec", lambda name: None if name == "tree_sitter" else name)
+    monkeypatch.setattr(syntax, "find_spec", lambda name: None if name == "tree_sitter" else name)
     assert installed_languages() == ["python", "json"]

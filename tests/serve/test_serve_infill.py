@@ -16,7 +16,7 @@ import torch
 
 from serving import Served, pair, served
 from shoal.constraints import dressing, fim
-from shoal.constraints.syntax.requests import LANGUAGES
+from shoal.constraints.syntax import LANGUAGES
 from shoal.errors import RequestError
 from shoal.serve.infill import IndentLimit
 from shoal.serve.settings import Settings

@@ -37,7 +37,7 @@ from shoal.types.arguments import line_end, split_options, with_line_ends, with_
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
-    from shoal.constraints.syntax.requests import Syntax
+    from shoal.constraints.syntax import Syntax
     from shoal.types.samples import Output, Result, Sample
 
 
@@ -157,7 +157,7 @@ def _read_syntax(sampling: SuggestionOptions, file: Path) -> Syntax | None:
     Raises:
         RequestError: see `read_syntax`.
     """
-    from shoal.constraints.syntax.requests import Syntax, read_syntax, syntax_by_name
+    from shoal.constraints.syntax import Syntax, read_syntax, syntax_by_name
 
     if sampling.syntax not in (None, NO_SYNTAX):
         return read_syntax(Syntax(sampling.syntax, members=sampling.members))
@@ -168,7 +168,7 @@ def _read_syntax(sampling: SuggestionOptions, file: Path) -> Syntax | None:
 
 def _require_analyser(sampling: SuggestionOptions, file: Path) -> None:
     """Raises RequestError, before a model is loaded: the analyser of members is not installed."""
-    from shoal.constraints.syntax.requests import language_of
+    from shoal.constraints.syntax import language_of
 
     language = sampling.syntax or language_of(str(file))
     if language in SERVERS:
@@ -179,7 +179,7 @@ def _require_analyser(sampling: SuggestionOptions, file: Path) -> None:
 
 def _tell_unchecked(model: Shoal, syntax: Syntax) -> None:
     """Prints why suggestions were not checked although the file's name says a language."""
-    from shoal.constraints.syntax.requests import why_unchecked
+    from shoal.constraints.syntax import why_unchecked
 
     reason = why_unchecked(syntax, model.tokenizer)
     stderr().print(f"suggestions may not parse: {reason}", markup=False, soft_wrap=True)

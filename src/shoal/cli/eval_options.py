@@ -1,4 +1,4 @@
-"""The options of `shoal eval`: set, sandbox, samples, the place of results, all of it as settings."""
+"""The options of `shoal eval`: set, sandbox, samples, the place of results; all as settings."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from typing import Any
 from shoal.constraints.alignment import aligned, bound_from_start
 from shoal.constraints.fim import asks_for_middle, middle_ends
 from shoal.constraints.protocol import Check, Cutting
-from shoal.constraints.syntax.requests import Syntax, with_syntax
+from shoal.constraints.syntax import Syntax, with_syntax
 from shoal.errors import RequestError
 from shoal.types.requests import Request
 
@@ -47,7 +47,7 @@ class Dressing:
         align: True if the prompt may end inside a token; None = True if a suffix follows the new
             text, unless a grammar or filter constrains the text from the end of the prompt on.
         exact: see `shoal.constraints.dressing`.
-        syntax: a language, a grammar or its path, see `shoal.constraints.syntax.requests`; None =
+        syntax: a language, a grammar or its path, see `shoal.constraints.syntax`; None =
             any text.
     """
 

@@ -18,7 +18,7 @@ from shoal.constraints.fim import (
     repository,
 )
 from shoal.constraints.members import SERVERS
-from shoal.constraints.syntax.requests import Syntax, language_of, syntax_by_name
+from shoal.constraints.syntax import Syntax, language_of, syntax_by_name
 from shoal.engine.detokenizer import special_tokens, whole_characters
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming

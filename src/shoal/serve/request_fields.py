@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from shoal.constraints.syntax.requests import Language
+from shoal.constraints.syntax import Language
 
 IGNORED = "Accepted and ignored."
 MOST_NAMED = 32

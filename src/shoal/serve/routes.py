@@ -28,7 +28,7 @@ from pydantic.json_schema import models_json_schema
 
 from shoal.api import Shoal
 from shoal.constraints.fim import middle_tokens
-from shoal.constraints.syntax.requests import installed_languages
+from shoal.constraints.syntax import installed_languages
 from shoal.models.sources import people_call
 from shoal.serve import access, response_models
 from shoal.serve.api_errors import ApiError

@@ -23,8 +23,8 @@ from held_out import problems
 from precision import a_pass
 from provenance import require_place, write_results
 from shoal.api import Shoal
+from shoal.bench import interleave
 from shoal.bench.machine import machine
-from shoal.bench.measure import interleave
 from shoal.models.loading import LoadOptions, load_runner
 from shoal.models.passes import use_lean_passes, use_padded_attention
 from shoal.models.pretrained import load_tokenizer

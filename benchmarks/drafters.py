@@ -30,8 +30,8 @@ import command
 import shoal
 from held_out import decode, problems
 from provenance import require_place, write_results
+from shoal.bench import in_turns
 from shoal.bench.machine import machine
-from shoal.bench.measure import in_turns
 from shoal.config import Grammar
 from shoal.drafting.draft import read_draft
 from shoal.engine.engine import Engine

@@ -26,8 +26,8 @@ import command
 import shoal
 from provenance import require_place, write_results
 from shoal.api import Shoal
+from shoal.bench import interleave
 from shoal.bench.machine import machine
-from shoal.bench.measure import interleave
 from shoal.models.gguf.gguf_model import GgufModel, library
 from shoal.models.gguf.sequences import Feed, Sequences
 

@@ -30,8 +30,8 @@ from engines.results import Cell, Results
 from engines.rows import LOCAL, Row, chosen
 from engines.tasks import PLAIN, Absent, Setup
 from provenance import require_place
+from shoal.bench import first_difference, in_turns
 from shoal.bench.machine import QuietGate, machine
-from shoal.bench.measure import first_difference, in_turns
 from shoal.cli.progress import duration
 from shoal.errors import InternalError, RequestError
 

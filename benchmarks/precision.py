@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 import shoal
 from held_out import problems
-from shoal.bench.measure import compared, interleave
+from shoal.bench import compared, interleave
 from shoal.models import weights
 from shoal.models.loading import LoadOptions, load_runner
 from shoal.models.runner import Runner

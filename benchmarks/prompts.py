@@ -24,8 +24,8 @@ from torch import Tensor
 
 import command
 from provenance import require_place, write_results
+from shoal.bench import interleave
 from shoal.bench.machine import machine
-from shoal.bench.measure import interleave
 from shoal.errors import RequestError
 from shoal.models import loading
 from shoal.models.cache import Plan

@@ -17,8 +17,8 @@ from rich.table import Table
 
 import command
 from provenance import require_place, write_results
+from shoal.bench import interleave
 from shoal.bench.machine import machine
-from shoal.bench.measure import interleave
 from shoal.models.loading import LoadOptions, load_runner
 from shoal.models.runner import Runner
 from shoal.models.sources import bundled

@@ -26,8 +26,8 @@ from rich.table import Table
 import command
 import shoal
 from provenance import require_place, write_results
+from shoal.bench import in_turns
 from shoal.bench.machine import machine
-from shoal.bench.measure import in_turns
 from shoal.bench.random_pairs import imposing
 from shoal.bench.report_views import COLOURS, DPI, require_matplotlib
 from shoal.bench.work import timed

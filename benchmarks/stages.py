@@ -24,8 +24,7 @@ import shoal
 from held_out import problems
 from shoal.drafting import model as draft_model
 from shoal.engine import commit, engine
-from shoal.models import runner
-from shoal.models.cache import slots
+from shoal.models import cache, runner
 from shoal.models.lean.steps import LeanSteps
 from shoal.models.runner import Runner
 from shoal.sampling import acceptance, scores
@@ -40,8 +39,8 @@ WATCHED: dict[str, tuple[Any, str]] = {
     "log-probabilities": (commit, "logprobs_of"),
     "commit": (engine, "commit"),
     "plans": (runner.Plan, "__init__"),
-    "cache: begin": (slots.SlotCache, "begin"),
-    "cache: end": (slots.SlotCache, "end"),
+    "cache: begin": (cache.SlotCache, "begin"),
+    "cache: end": (cache.SlotCache, "end"),
 }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common import arguments, deliver, device_or_exit, microseconds
 from shoal.bench.work import ceilings
-from shoal.models.attention.inputs import AttentionInputs, Masks
+from shoal.models.attention import AttentionInputs, Masks
 from shoal.models.attention.methods import METHODS, reference
 from shoal.models.cache import Plan
 from shoal.types.requests import Prefix

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from common import PRETEND, arguments, deliver, device_or_exit
 from shoal.bench.work import ceilings
 from shoal.models.compiled.executors import EXECUTORS
-from shoal.models.lean.decoder import Norm
+from shoal.models.lean import Norm
 
 TOKENS, WIDTH = 8, 4096
 

@@ -14,8 +14,8 @@ import torch
 
 import shoal
 from common import arguments, deliver, device_or_exit, failures_of
+from shoal.bench import compared, token_ids
 from shoal.bench.decoding_methods import baseline_method
-from shoal.bench.measure import compared, token_ids
 from shoal.bench.work import Work
 
 PROMPTS = ("def add(a, b):\n", "def is_even(number):\n    return", "import os\n\n\ndef main():\n", "class Stack:\n")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from common import PRETEND, arguments, deliver, device_or_exit, dtype_of
-from shoal.bench.measure import in_turns
+from shoal.bench import in_turns
 from shoal.bench.random_pairs import shaped_pair
 from shoal.bench.work import Load, ceilings, timed
 from shoal.models import loading

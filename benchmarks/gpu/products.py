@@ -111,7 +111,7 @@ def small_kernels(device: torch.device, dtype: torch.dtype, tokens: int) -> Iter
     """What stands between the products of a layer of 7.8B, and the draws of a step."""
     if device.type == "cuda":
         from shoal.models.layers.operations import add_norm, silu_mul
-        from shoal.models.lean.decoder import Norm
+        from shoal.models.lean import Norm
 
         norm = Norm(torch.randn(4096, device=device, dtype=dtype), 1e-6)
         x, other = torch.randn(2, tokens, 4096, device=device, dtype=dtype)

@@ -371,7 +371,7 @@ class Speculation:
     Attributes:
         lookahead: "auto" (by measured costs), a draft length (int; 0 = plain decoding), "off",
             "bass" (Algorithm 1), "heuristic" (two more or one less), "fixed:K", or an object with
-            `next_length()` and `update(drafted, accepted)` (see `shoal.lookahead.protocol`).
+            `next_length()` and `update(drafted, accepted)` (see `shoal.lookahead`).
         rule: "rejection": accepts the most drafts; "coupled": the tokens of a seed are those of
             plain decoding, whatever the draft lengths (see `shoal.sampling.acceptance.Coupled`);
             "auto": coupled if a seed asks for the same tokens again; "typical": lossy, see

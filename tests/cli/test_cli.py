@@ -1,7 +1,7 @@
 """The command line: what it prints, what it refuses, and with which exit code.
 
 Tests of: cli.generate, cli.demo, cli.check, cli.options, cli.option_groups, cli.views, cli.printed_samples, cli.console, cli.files,
-bench.measure.
+bench.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 
 from commands import SAMPLE_KEYS, Answer, Command, Models, press_ctrl_c, shoal, tiny
 from shoal import cli
-from shoal.bench.measure import Costs, first_difference, per_position, predicted_speedup
+from shoal.bench import Costs, first_difference, per_position, predicted_speedup
 from shoal.cli import console as console_module
 from shoal.cli import generate
 from shoal.cli import option_groups as option_groups_module

@@ -33,7 +33,7 @@ from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, PairMismatch, RequestError, ShoalError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
-from shoal.models.attention.inputs import Masks
+from shoal.models.attention import Masks
 from shoal.models.block_layers import BlockHeads
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner

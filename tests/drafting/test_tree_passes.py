@@ -1,6 +1,6 @@
 """Draft trees in a pass: every node's logits are those of its path decoded as a chain, by every way there is to compute a pass.
 
-Tests of: models.cache.row_store, models.cache.slots, models.cache.pass_plan, models.attention.inputs.
+Tests of: models.cache.row_store, models.cache, models.cache.pass_plan, models.attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.config import MOST_NODES
 from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models import loading
-from shoal.models.attention.inputs import Masks, within
+from shoal.models.attention import Masks, within
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.pass_plan import branching, chain_words, layout
 from shoal.models.runner import Runner
@@ -207,10 +207,10 @@ PLAN = "shoal.models.cache.pass_plan"
 SABOTAGE: dict[str, tuple[str, Any]] = {
     "siblings are visible": (f"{PLAN}.layout", siblings_visible),
     "positions by column": (f"{PLAN}.layout", positions_by_column),
-    "window by column": ("shoal.models.attention.inputs.within", window_by_column),
-    "window forgotten in the tree": ("shoal.models.attention.inputs.within", without_window),
-    "kept in the wrong order": ("shoal.models.cache.slots.SlotCache.gather", in_wrong_order),
-    "not moved": ("shoal.models.cache.slots.SlotCache.gather", not_moved),
+    "window by column": ("shoal.models.attention.within", window_by_column),
+    "window forgotten in the tree": ("shoal.models.attention.within", without_window),
+    "kept in the wrong order": ("shoal.models.cache.SlotCache.gather", in_wrong_order),
+    "not moved": ("shoal.models.cache.SlotCache.gather", not_moved),
 }
 
 

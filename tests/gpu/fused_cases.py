@@ -4,7 +4,7 @@ Not collected by itself: `test_fused.py` runs this file in a process of its own,
 Triton is imported, and `benchmarks/gpu/run.sh` runs it on CUDA. In the interpreter a program of the grid takes tens of
 milliseconds, on a GPU every new shape is compiled for seconds; hence small cases, and few.
 
-Tests of: models.attention.fused, models.attention.fused_kernels, models.attention.inputs, models.attention.methods.
+Tests of: models.attention.fused, models.attention.fused_kernels, models.attention, models.attention.methods.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from shoal import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import by_name
 from shoal.models import loading
-from shoal.models.attention import fused_kernels, methods
+from shoal.models.attention import AttentionInputs, Masks, fused_kernels, methods
 from shoal.models.attention.fused import Card, Tiling, attend, fused, tiling
-from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of

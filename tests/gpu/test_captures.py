@@ -40,7 +40,7 @@ from shoal.drafting.captured_kinds import RoundKinds
 from shoal.errors import OutOfMemory, RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention import AttentionInputs
 from shoal.models.attention.methods import METHODS
 from shoal.models.cache import Plan
 from shoal.models.compiled import Captures, captures, executor_for, obstacle

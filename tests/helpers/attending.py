@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.models.attention.inputs import AttentionInputs, Masks
+from shoal.models.attention import AttentionInputs, Masks
 from shoal.models.cache import Plan
 from shoal.models.cache.pass_plan import PACK_FROM, Parents
 from shoal.types.requests import Prefix

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attending import exact, row_of, used
-from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention import AttentionInputs
 from shoal.models.attention.unfused import native
 from shoal.native.build import missing
 from tree_masks import path_of

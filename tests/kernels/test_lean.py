@@ -1,6 +1,6 @@
 """Lean passes compute what the model's modules compute, and only for models that they know.
 
-Tests of: models.lean.decoder, models.lean.forward, models.bridge, models.selfcheck, models.load_checks.
+Tests of: models.lean, models.lean.forward, models.bridge, models.selfcheck, models.load_checks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from native_kernels import needs_compiler
 from shoal.api import Shoal
 from shoal.models import passes, selfcheck, weights
 from shoal.models.bridge import Bridge
-from shoal.models.lean.decoder import Angles, Decoder, decoder_of
+from shoal.models.lean import Angles, Decoder, decoder_of
 from shoal.models.lean.forward import LeanPass
 from shoal.models.load_checks import LIMITS
 from shoal.models.loading import wrap

@@ -3,7 +3,7 @@
 Negative controls compile the sources with one thing wrong, and the same comparisons must notice. How the kernels are built, and
 what happens where they cannot be, is at the end.
 
-Tests of: native.structs, models.attention.unfused, models.attention.inputs,
+Tests of: native, models.attention.unfused, models.attention,
 models.attention.methods, native.build.
 """
 
@@ -26,13 +26,13 @@ from attending import CELLS, PROMPTS, build, exact, one_by_one, used
 from mutants import wrong_ones
 from native_kernels import INF, NAN, definition, excess, needs_compiler, threads, tokens_seen
 from shoal.errors import RequestError
+from shoal.models.attention import AttentionInputs
 from shoal.models.attention import unfused as native_attention
-from shoal.models.attention.inputs import AttentionInputs
 from shoal.models.attention.methods import METHODS
 from shoal.models.attention.unfused import MOST_COLUMNS, SUFFIXES, native
+from shoal.native import HeadsStruct
 from shoal.native import build as building
 from shoal.native.build import compiled
-from shoal.native.structs import HeadsStruct
 from shoal.types.requests import Prefix
 from tree_masks import path_of, random_tree
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels

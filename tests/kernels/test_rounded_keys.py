@@ -1,6 +1,6 @@
 """Keys and values rounded once when written, kv="int8": an unmodified Transformers model over a cache that rounds gives the same.
 
-Tests of: models.cache.row_store, models.cache.slots, models.lean.whole, models.loading, models.passes, native.build.
+Tests of: models.cache.row_store, models.cache, models.lean.whole, models.loading, models.passes, native.build.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Negative controls compile the sources with one thing wrong, and the same comparison must notice.
 
-Tests of: models.cache.slots, models.lean.decoder, models.lean.forward, models.lean.whole,
+Tests of: models.cache, models.lean, models.lean.forward, models.lean.whole,
 models.weights.panels.
 """
 
@@ -21,11 +21,10 @@ from torch import Tensor
 from lean_passes import MODELS, WRITES, Rows, life, original
 from mutants import wrong_ones
 from native_kernels import needs_compiler, threads
+from shoal.models import cache as cache_module
 from shoal.models import formats, quantize, weights
 from shoal.models.attention.unfused import MOST_COLUMNS
-from shoal.models.cache import slots
-from shoal.models.lean import forward, whole
-from shoal.models.lean.decoder import decoder_of
+from shoal.models.lean import decoder_of, forward, whole
 from shoal.models.lean.forward import LeanPass, NativeKernels
 from shoal.models.lean.whole import WholePass, whole_pass
 from shoal.models.loading import wrap
@@ -127,10 +126,12 @@ def test_prompts_are_computed_in_narrow_passes_in_one_call() -> None:
 
 
 def test_a_prompt_at_the_wrong_place_of_the_shared_store_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, as_slot = packed("llama"), slots._as_slot
+    runner, as_slot = packed("llama"), cache_module._as_slot
     operations = by_operations(runner)
     expected = lived(operations)
-    monkeypatch.setattr(slots, "_as_slot", lambda into, *stores: as_slot(replace(into, base=max(into.base - 1, 0)), *stores))
+    monkeypatch.setattr(
+        cache_module, "_as_slot", lambda into, *stores: as_slot(replace(into, base=max(into.base - 1, 0)), *stores)
+    )
     found = lived(runner)
     assert any(
         not torch.equal(a, b) for one, two in zip(expected, found, strict=True) for a, b in zip(one, two, strict=True)

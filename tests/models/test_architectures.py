@@ -1,6 +1,6 @@
 """Every architecture: what the ragged engine says is what Transformers says, or the model is refused with the reason.
 
-Tests of: models.bridge, models.selfcheck, models.attention.inputs, models.attention.methods.
+Tests of: models.bridge, models.selfcheck, models.attention, models.attention.methods.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from shoal.engine.scheduler import ScheduledRound
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
 from shoal.models import bridge, loading
-from shoal.models.attention import methods
-from shoal.models.attention.inputs import AttentionInputs
-from shoal.models.lean.decoder import FAMILY
+from shoal.models.attention import AttentionInputs, methods
+from shoal.models.lean import FAMILY
 from shoal.models.load_checks import LIMITS
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check

@@ -1,6 +1,6 @@
 """Ragged attention: every method against the definition, and the definition against a loop over single queries.
 
-Tests of: models.attention.unfused, models.attention.methods, models.bridge, models.attention.inputs.
+Tests of: models.attention.unfused, models.attention.methods, models.bridge, models.attention.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import ragged
 from attending import CELLS, CPU, PROMPTS, build, exact, one_by_one, used
 from shoal.errors import InternalError, RequestError
 from shoal.models import bridge
-from shoal.models.attention import methods
-from shoal.models.attention.inputs import AttentionInputs, Masks
+from shoal.models.attention import AttentionInputs, Masks, methods
 from shoal.models.attention.methods import METHODS, reference
 from shoal.models.cache import Plan
 from shoal.testing import tiny_model

@@ -4,7 +4,7 @@ What is promised, and tested here: greedy ids are those of plain decoding at any
 sampled ids of a seed do not depend on the batch, plainly decoded or with a fixed draft length, and by the coupled rule not on the
 draft length either.
 
-Tests of: models.attention.methods, models.passes, models.attention.inputs.
+Tests of: models.attention.methods, models.passes, models.attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
 from shoal.models import passes
-from shoal.models.attention.inputs import AttentionInputs, Masks
+from shoal.models.attention import AttentionInputs, Masks
 from shoal.models.attention.methods import KV_BLOCK, METHODS, TILE
 from shoal.models.cache import Plan
 from shoal.models.loading import ROWWISE, LoadOptions, load_runner, wrap

@@ -1,6 +1,6 @@
 """Multimodal checkpoints: their text half is loaded by its own class, and writes what Transformers' whole writes.
 
-Tests of: models.pretrained, models.lean.decoder.
+Tests of: models.pretrained, models.lean.
 """
 
 from __future__ import annotations

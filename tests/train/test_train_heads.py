@@ -1,6 +1,6 @@
 """`shoal train`: heads learn from the target's own samples, go on where they were stopped, and draft for it.
 
-Tests of: train.stages, train.heads, train.loop, cli.train.
+Tests of: train, train.heads, train.loop, cli.train.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shoal.cli import run
 from shoal.drafting.draft import read_draft
 from shoal.drafting.medusa import MedusaHeads
 from shoal.testing import VOCABULARY, save_pair
+from shoal.train import HeadsTraining
 from shoal.train import heads as trained
 from shoal.train.heads import MedusaTrainer, PpdTrainer, hidden_but_own
 from shoal.train.loop import Trainer
-from shoal.train.stages import HeadsTraining
 from trainable import PROMPTS, assert_drafts, learnable, small
 
 __all__ = ["small"]  # a fixture

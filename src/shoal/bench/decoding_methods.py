@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.generation import CompileConfig, ContinuousBatchingConfig
 
 from shoal.api import Shoal
-from shoal.bench.measure import Identity, compared, first_difference
+from shoal.bench import Identity, compared, first_difference
 from shoal.bench.report import Checked
 from shoal.bench.work import Case, Ids, Run, Work, timed
 from shoal.config import require_lossless

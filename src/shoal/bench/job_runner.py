@@ -25,6 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shoal.api import Shoal
+from shoal.bench import in_turns
 from shoal.bench.decoding_methods import (
     PLAIN,
     IdentityCheck,
@@ -34,7 +35,6 @@ from shoal.bench.decoding_methods import (
     shoal_method,
 )
 from shoal.bench.machine import QuietGate, machine
-from shoal.bench.measure import in_turns
 from shoal.bench.random_pairs import imposing
 from shoal.bench.report import Report, ReportLine, line
 from shoal.bench.work import Case, Ids, Load, Run, Work, ceilings, rates, timed, work_of

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from shoal.bench.measure import Identity
+from shoal.bench import Identity
 from shoal.bench.work import Case, Run
 from shoal.types.stats import Stats
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from shoal.bench.measure import Costs, interleave
+from shoal.bench import Costs, interleave
 from shoal.cli.check_prompts import PromptSet
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shoal.bench.measure import in_turns
+from shoal.bench import in_turns
 from shoal.cli.check_case import DRAFTED, PLAIN, CheckCase, Effort
 from shoal.cli.check_model import drafters_in_the_box
 from shoal.cli.check_pair import WORTHWHILE

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.bench.measure import Identity, compared, per_position, predicted_speedup, token_ids
+from shoal.bench import Identity, compared, per_position, predicted_speedup, token_ids
 from shoal.cli.check_case import (
     BASELINE_TOKENS,
     DRAFTED,

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shoal.bench.measure import Identity, Speed, greedy_identity, interleave
+from shoal.bench import Identity, Speed, greedy_identity, interleave
 from shoal.cli.console import EXIT_INTERRUPTED, StatusLine, plain_table, printable, stdout
 from shoal.cli.option_groups import option_groups, output_option, sampling_option, speed_option
 from shoal.cli.options import (

@@ -20,7 +20,7 @@ from shoal.errors import RequestError
 from shoal.models.sources import directory_of, quieten_transformers
 
 if TYPE_CHECKING:
-    from shoal.train.stages import Figures, Stage, StagedTrainer
+    from shoal.train import Figures, Stage, StagedTrainer
 
 app = typer.Typer(
     cls=ReadableGroup,
@@ -195,8 +195,8 @@ def medusa(
     source, prompts = task.checked()
 
     def made() -> StagedTrainer:
+        from shoal.train import HeadsTraining
         from shoal.train.heads import MedusaTrainer
-        from shoal.train.stages import HeadsTraining
 
         training = HeadsTraining(
             heads=heads,
@@ -229,8 +229,8 @@ def eagle3(
     source, prompts = task.checked()
 
     def made() -> StagedTrainer:
+        from shoal.train import HeadsTraining
         from shoal.train.heads import Eagle3Trainer
-        from shoal.train.stages import HeadsTraining
 
         training = HeadsTraining(
             heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
@@ -260,8 +260,8 @@ def ppd(
     source, prompts = task.checked()
 
     def made() -> StagedTrainer:
+        from shoal.train import HeadsTraining
         from shoal.train.heads import PpdTrainer
-        from shoal.train.stages import HeadsTraining
 
         training = HeadsTraining(
             heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.engine.running_rows import Batch
-from shoal.lookahead.protocol import Controller
+from shoal.lookahead import Controller
 from shoal.models.compiled.draft_functions import DraftedStep
 from shoal.models.lean.steps import Drawing, lean_steps, rounds_at_once
 from shoal.sampling.acceptance import Coupled, Rejection, Rule

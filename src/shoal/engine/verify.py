@@ -26,7 +26,7 @@ from shoal.engine.accounting import Stopwatch
 from shoal.engine.guide import Guide
 from shoal.engine.running_rows import Batch
 from shoal.errors import BadLogits, ModelError, ShoalError
-from shoal.lookahead.protocol import Controller
+from shoal.lookahead import Controller
 from shoal.models.prompt_passes import carries_prompts, feed_carrying
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule

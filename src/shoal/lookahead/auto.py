@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shoal.lookahead import Controller
 from shoal.lookahead.acceptance import LIMIT, Record, Tried
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.plan import (
@@ -31,7 +32,6 @@ from shoal.lookahead.plan import (
     repays,
     trial_is_due,
 )
-from shoal.lookahead.protocol import Controller
 from shoal.lookahead.safeguards import Backoff
 from shoal.types.requests import Row
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from shoal.lookahead import Controller
 from shoal.lookahead.acceptance import LIMIT
 from shoal.lookahead.auto import FIRST_ROUNDS, TOGETHER, Auto
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.plan import trial_is_due
-from shoal.lookahead.protocol import Controller
 from shoal.types.requests import Row
 
 if TYPE_CHECKING:

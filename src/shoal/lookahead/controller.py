@@ -1,7 +1,7 @@
 """Draft length controllers by name, which see counts and costs, and never tensors.
 
 `by_name` finds the controller that a user names, and `as_controller` makes one of a `Lookahead`;
-the two protocols are in `shoal.lookahead.protocol`.
+the two protocols are in `shoal.lookahead`.
 
 One draft length for the whole batch is decided from counts alone: Bass is Algorithm 1 of BASS,
 Heuristic that of Transformers. Qian et al. 2024, arXiv 2404.15778. The paper's constants: l0 = 7,
@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.errors import RequestError
+from shoal.lookahead import Controller, Lookahead
 from shoal.lookahead.acceptance import Array
 from shoal.lookahead.auto import Auto
 from shoal.lookahead.choosing import AutoChoice, Choices
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.plan import DraftPlan, acceptance_of
-from shoal.lookahead.protocol import Controller, Lookahead
 from shoal.types.requests import Row
 
 if TYPE_CHECKING:
@@ -233,8 +233,8 @@ __all__ = [
     "EvenAuto",
     "Fixed",
     "Heuristic",
-    "PairCosts",
     "Lookahead",
+    "PairCosts",
     "Uniform",
     "as_controller",
     "by_name",

@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import create_causal_mask
 
 from shoal.errors import InternalError, UnsupportedModel
-from shoal.models.attention.inputs import AttentionInputs, Masks
+from shoal.models.attention import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
 from shoal.models.attention.unfused import pad
 from shoal.models.cache import SlotCache

@@ -16,7 +16,7 @@ from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
 from shoal.models.gguf.gguf_runner import load_gguf, require_own_options
 from shoal.models.gguf.own import ROUNDED, own_model
-from shoal.models.lean.decoder import in_family
+from shoal.models.lean import in_family
 from shoal.models.load_checks import KeptChecks, kept_checks
 from shoal.models.load_report import StageWatch, unwatched
 from shoal.models.mixers import use_mixers

@@ -28,7 +28,7 @@ from shoal.models.compiled import executor_for
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.layers.operations import WeightOnly8Bit
 from shoal.models.layers.triton_decoder import fused_layers_of
-from shoal.models.lean.decoder import decoder_of, obstacle
+from shoal.models.lean import decoder_of, obstacle
 from shoal.models.lean.forward import LeanPass, NativeKernels
 from shoal.models.lean.whole import whole_pass
 from shoal.models.quantize import Int8Linear, byte_matrix_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
-from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention import AttentionInputs
 from shoal.models.load_checks import BYTES, GROUPS, KEYS, LIMITS, divergences
 from shoal.models.quantize import rounds_features
 from shoal.models.runner import Runner

@@ -31,6 +31,15 @@ from pathlib import Path
 import torch
 
 from shoal.durable import cache_folder
+from shoal.native import (
+    AttentionStruct,
+    DraftStepStruct,
+    DrawsStruct,
+    HeadsStruct,
+    PassStruct,
+    ProductStruct,
+    VerdictsStruct,
+)
 from shoal.native.compiling import (
     FLAGS,
     LEVELS,
@@ -44,15 +53,6 @@ from shoal.native.compiling import (
     output_of,
     sources,
     start_in_background,
-)
-from shoal.native.structs import (
-    AttentionStruct,
-    DraftStepStruct,
-    DrawsStruct,
-    HeadsStruct,
-    PassStruct,
-    ProductStruct,
-    VerdictsStruct,
 )
 
 

@@ -1,4 +1,4 @@
-/* What Python fills in: src/shoal/native/structs.py has the same fields in the same order. */
+/* What Python fills in: src/shoal/native/__init__.py has the same fields in the same order. */
 #include <stdint.h>
 
 /* One layer's ragged attention. Strides and offsets count elements. A row is a sequence of the batch; its columns are the tokens

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shoal.config import Sampling
+from shoal.native import BlockStruct, DrawsStruct, SettingStruct, VerdictsStruct
 from shoal.native.build import SUFFIXES, library, missing
-from shoal.native.structs import BlockStruct, DrawsStruct, SettingStruct, VerdictsStruct
 from shoal.types.trees import DraftTree
 
 _COLDEST, _HOTTEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max

@@ -11,7 +11,7 @@ some twenty operations on arrays too small to be worth one each.
 One key per position, instead of one per draw, is exact: the draws of a round at positions beyond
 its first rejection are thrown away without having influenced any committed token, so the next round
 may use the same numbers again. A controller that learns from discarded draws
-(`shoal.lookahead.protocol.Controller.adaptive`) breaks that argument; its rounds are numbered,
+(`shoal.lookahead.Controller.adaptive`) breaks that argument; its rounds are numbered,
 and every one has numbers of its own.
 """
 

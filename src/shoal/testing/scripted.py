@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.models.attention.inputs import Masks
+from shoal.models.attention import Masks
 from shoal.models.runner import Runner
 
 History = Callable[[tuple[int, ...]], Tensor]

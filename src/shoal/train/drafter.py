@@ -27,9 +27,9 @@ from shoal.errors import RequestError
 from shoal.models.pretrained import eos_ids, load_tokenizer
 from shoal.models.target_models import shallow
 from shoal.stored_problems import stored_problems
+from shoal.train import Figures, Stage, StagedTrainer, Training
 from shoal.train.loop import Loss
 from shoal.train.own_samples import SEED, Tokens, stdlib_pieces
-from shoal.train.stages import Figures, Stage, StagedTrainer, Training
 
 FEED_FORWARD = (
     "intermediate_size",

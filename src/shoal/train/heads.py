@@ -37,7 +37,7 @@ from shoal.drafting.ppd import FILE, TENSOR
 from shoal.drafting.text import CHOICES
 from shoal.models.bridge import cache_name
 from shoal.models.eagle3_layer import Eagle3Heads, layer_config, published_layers
-from shoal.train.stages import HeadsTrainer, Stage
+from shoal.train import HeadsTrainer, Stage
 
 MOST_DRAFTED = 32_000
 """The most tokens of a larger vocabulary that are drafted; the target writes them most."""

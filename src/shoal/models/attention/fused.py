@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RequestError
-from shoal.models.attention.inputs import AttentionInputs
+from shoal.models.attention import AttentionInputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel computes in; sums and softmax are always float32."""

@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.nn.functional import pad as zero_pad
 
 from shoal.errors import InternalError, RequestError, UnsupportedModel
+from shoal.models.attention import AttentionInputs, additive, seen_in_chains
 from shoal.models.attention.fused import available, fits, fused
-from shoal.models.attention.inputs import AttentionInputs, additive, seen_in_chains
 from shoal.models.attention.unfused import attend_folded, bifurcated, native, pad, split
 from shoal.models.attention.unfused import available as native_available
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from shoal.errors import RequestError
-from shoal.models.attention.inputs import AttentionInputs, additive
+from shoal.models.attention import AttentionInputs, additive
 from shoal.models.cache.pass_plan import Plan
+from shoal.native import AttentionStruct
 from shoal.native.build import SUFFIXES, library, missing
-from shoal.native.structs import AttentionStruct
 from shoal.types.requests import Prefix
 
 Part = tuple[Tensor, Tensor]

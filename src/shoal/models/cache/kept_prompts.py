@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.models.cache import SlotCache
 from shoal.models.cache.row_store import Moves
-from shoal.models.cache.slots import SlotCache
 from shoal.types.requests import Prefix
 
 Cells = list[int]

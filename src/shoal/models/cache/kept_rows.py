@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shoal.models.cache import SlotCache
 from shoal.models.cache.kept_prompts import MIN_TOKENS, KeptPrefixes
 from shoal.models.cache.mixing import RowCopy, is_marked
-from shoal.models.cache.slots import SlotCache
 from shoal.models.cache.states import StateCache
 from shoal.types.requests import Prefix
 

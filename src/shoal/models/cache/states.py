@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import InternalError
+from shoal.models.cache import SlotCache
 from shoal.models.cache.mixing import (
     Call,
     Calls,
@@ -37,7 +38,6 @@ from shoal.models.cache.mixing import (
 )
 from shoal.models.cache.pass_plan import Plan
 from shoal.models.cache.row_store import resized, zeros
-from shoal.models.cache.slots import SlotCache
 from shoal.types.requests import Prefix
 
 KNOWN = hasattr(SlotCache, "get_conv_state")

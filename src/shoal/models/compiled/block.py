@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from shoal.models.attention.inputs import Masks
+from shoal.models.attention import Masks
 from shoal.models.attention.methods import Method
-from shoal.models.cache import Plan
+from shoal.models.cache import LayerStores, Plan
 from shoal.models.cache.pass_plan import Array, chain_words
-from shoal.models.cache.slots import LayerStores
 
 FEWEST_KEYS = 64
 KEYS_OF_KERNEL = 256

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.models.lean.decoder import Norm
+from shoal.models.lean import Norm
 from shoal.models.weights.layers import joined, starts
 from shoal.models.weights.matrix import ACTIVATIONS, Matrix, Products
 

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shoal.models.attention import AttentionInputs, Masks
 from shoal.models.attention.fused import available
-from shoal.models.attention.inputs import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.layers.operations import (
@@ -33,7 +33,7 @@ from shoal.models.layers.operations import (
     matrix_of_8_bit,
     silu_mul,
 )
-from shoal.models.lean.decoder import Decoder, MatrixOf, decoder_of
+from shoal.models.lean import Decoder, MatrixOf, decoder_of
 from shoal.models.weights import LINEARS, Matrix, matrix_of
 
 

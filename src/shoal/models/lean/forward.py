@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.models.attention.inputs import AttentionInputs, Masks
+from shoal.models.attention import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
 from shoal.models.attention.unfused import takes
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.row_store import SCALE_BYTES
 from shoal.models.executor import embedded
-from shoal.models.lean.decoder import Angles, Decoder, Norm
+from shoal.models.lean import Angles, Decoder, Norm
 from shoal.models.lean.whole import WholePass
+from shoal.native import AttentionStruct, HeadsStruct
 from shoal.native.build import SUFFIXES, library
-from shoal.native.structs import AttentionStruct, HeadsStruct
 
 
 class NativeKernels:

@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.models.attention.inputs import Masks
+from shoal.models.attention import Masks
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.lean import decoder as decoders
-from shoal.models.lean.decoder import Angles, Decoder, DecoderLayer
+from shoal.models.lean import Angles, Decoder, DecoderLayer, Norm
 from shoal.models.weights import Matrix
 from shoal.models.weights.groups import GroupMatrix
 from shoal.models.weights.panels import Int8PanelMatrix, PanelMatrix
+from shoal.native import LayerStruct, ModelStruct, NormStruct, PassStruct, WeightsStruct
 from shoal.native.build import SUFFIXES, library
-from shoal.native.structs import LayerStruct, ModelStruct, NormStruct, PassStruct, WeightsStruct
 
 
 def whole_pass(decoder: Decoder, angles: Angles) -> tuple[WholePass | None, str]:
@@ -259,7 +258,7 @@ class _Structs:
         outputs, width = matrix.shape
         return WeightsStruct(width, outputs, form, exact, weight=weight, bias=bias, scales=scales)
 
-    def _norm(self, norm: decoders.Norm | None) -> NormStruct:
+    def _norm(self, norm: Norm | None) -> NormStruct:
         return NormStruct() if norm is None else NormStruct(self._address(norm.weight), norm.eps)
 
     def _address(self, tensor: Tensor, dtype: torch.dtype | None = None) -> int:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.models.weights.matrix import ACTIVATIONS, AS_IS, PACKED, Matrix, Products, empty
+from shoal.native import ProductStruct
 from shoal.native.build import SUFFIXES, library
-from shoal.native.structs import ProductStruct
 
 PANEL = 16
 """The number of outputs of a panel."""

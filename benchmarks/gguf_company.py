@@ -21,8 +21,7 @@ import command
 from held_out import problems
 from provenance import require_place, write_results
 from shoal.bench.machine import machine
-from shoal.models.gguf import sequences
-from shoal.models.gguf.gguf_model import GgufModel, library
+from shoal.models.gguf import GgufModel, library, sequences
 from shoal.models.gguf.gguf_runner import GgufRunner
 from shoal.models.gguf.tokenizer import tokenizer_of
 

@@ -28,7 +28,7 @@ from provenance import require_place, write_results
 from shoal.api import Shoal
 from shoal.bench import interleave
 from shoal.bench.machine import machine
-from shoal.models.gguf.gguf_model import GgufModel, library
+from shoal.models.gguf import GgufModel, library
 from shoal.models.gguf.sequences import Feed, Sequences
 
 PROMPT = "Write a Python function that reverses a linked list, and explain each of its lines."

@@ -61,7 +61,7 @@ def main() -> None:
     norm = Norm(torch.ones(WIDTH, device=device, dtype=dtype), 1e-6)
     found = {"product": replays(lambda x: F.linear(x, weight), device, dtype)}
     if device.type == "cuda" and options.device != PRETEND:  # it has no Triton
-        from shoal.models.layers.operations import add_norm
+        from shoal.models.layers import add_norm
 
         found["product and Triton norm"] = replays(lambda x: add_norm(F.linear(x, weight), None, norm), device, dtype)
     ceiling = ceilings(device, dtype)

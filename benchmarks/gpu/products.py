@@ -82,7 +82,7 @@ def products(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[
 
 def bytes_of(name: str, x: Tensor, weights: Sequence[Tensor]) -> Iterator[Operation]:
     """The product kernel over weights of one byte, and torch's product of fp8 with rounded activations beside it."""
-    from shoal.models.layers.operations import product
+    from shoal.models.layers import product
 
     scales = torch.full((len(weights[0]),), 1 / 448, device=x.device)
     moved = weights[0].numel() + (x.numel() + len(x) * len(weights[0])) * x.element_size()
@@ -110,7 +110,7 @@ def _rounded_product(x: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
 def small_kernels(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[Operation]:
     """What stands between the products of a layer of 7.8B, and the draws of a step."""
     if device.type == "cuda":
-        from shoal.models.layers.operations import add_norm, silu_mul
+        from shoal.models.layers import add_norm, silu_mul
         from shoal.models.lean import Norm
 
         norm = Norm(torch.randn(4096, device=device, dtype=dtype), 1e-6)

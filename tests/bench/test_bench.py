@@ -42,8 +42,7 @@ from shoal.sampling.acceptance import RULES
 from shoal.sampling.scores import Scores
 from shoal.testing import save_pair
 from shoal.types import stats
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Verdict
 
 __all__ = ["pair", "quick_ceilings"]  # fixtures
 TOKENS = 8

@@ -19,7 +19,7 @@ import shoal
 from scaling import Point, Sweep, gains, grid, line, pass_sweeps, prepared_pass
 from shoal.models.executor import PassBatch, PassOutput
 from shoal.models.runner import Runner
-from shoal.testing.tiny import save_pair
+from shoal.testing import save_pair
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from shoal.constraints import fim, members
 from shoal.constraints.syntax.tree_middles import CursorTrees, tree_sitter_language
 from shoal.errors import RequestError
 from shoal.loader import load
-from shoal.testing.tiny import tiny_model, tiny_tokenizer
+from shoal.testing import tiny_model, tiny_tokenizer
 from shoal.types.arguments import line_end, with_line_ends
 
 __all__ = ["shoal", "tiny"]  # fixtures

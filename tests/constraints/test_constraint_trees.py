@@ -30,12 +30,10 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
 from shoal.sampling.scores import Scores
-from shoal.testing import VOCABULARY
+from shoal.testing import END, VOCABULARY
 from shoal.testing.scripted import scripted
-from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree, Positions
+from shoal.types.trees import DraftTree, Positions, Verdict
 
 PROMPT = (1, 2, 3)
 DIGITS = encode("0123456789")

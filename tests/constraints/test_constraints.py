@@ -40,9 +40,8 @@ from shoal.sampling.acceptance import Rejection
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.drawing import exponential_race
 from shoal.sampling.uniforms import group_seed, race_uniforms, row_seed
-from shoal.testing import VOCABULARY
+from shoal.testing import END, VOCABULARY
 from shoal.testing.scripted import History, hashed, mixed, one_hot, says, scripted, table_model
-from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions
 

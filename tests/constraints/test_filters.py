@@ -27,10 +27,9 @@ from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
-from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing import END, VOCABULARY, tiny_tokenizer
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted, table_model
-from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
 
 TOKENIZER = tiny_tokenizer()

@@ -33,13 +33,12 @@ from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.scores import Scores
-from shoal.testing import VOCABULARY
+from shoal.testing import END, VOCABULARY
 from shoal.testing.scripted import hashed, mixed, says, scripted, table_model
-from shoal.testing.tiny import END
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Outcome, Verdict
+from shoal.types.rounds import Outcome
 from shoal.types.stats import Stats
-from shoal.types.trees import DraftTree, Positions
+from shoal.types.trees import DraftTree, Positions, Verdict
 
 PROMPT = (1, 2, 3)
 

@@ -19,7 +19,7 @@ from shoal.constraints.compiler import grammars_of
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
 from shoal.serve.compiled_grammars import Probe
-from shoal.testing.tiny import TAGS
+from shoal.testing import TAGS
 from shoal.types.arguments import encoded
 from shoal.types.requests import Request, Row
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, plain, tokenizer, written

@@ -28,8 +28,7 @@ from shoal.constraints import grammar as grammars
 from shoal.constraints import masks as row_masks
 from shoal.constraints.schema_proofs import Proofs
 from shoal.errors import RequestError
-from shoal.testing import VOCABULARY, tiny_tokenizer
-from shoal.testing.tiny import END
+from shoal.testing import END, VOCABULARY, tiny_tokenizer
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions
 

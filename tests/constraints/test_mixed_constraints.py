@@ -23,9 +23,8 @@ from shoal.constraints.members import Members
 from shoal.constraints.syntax.python import PythonMiddle
 from shoal.engine import checks
 from shoal.sampling.acceptance import Coupled, Rejection
-from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing import END, VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
-from shoal.testing.tiny import END
 from shoal.types.requests import Row
 
 TOKENIZER = tiny_tokenizer()

@@ -73,7 +73,7 @@ DEFERRED = (
     "shoal.integrations.lm_eval",
 )  # fmt: skip
 TORCH_FREE = (
-    "errors durable values config stored_problems lookahead types.requests types.samples types.schedule "
+    "errors durable values config stored_problems lookahead types.requests types.samples types.rounds "
     "types.arguments types.stats "
     "engine.scheduler engine.admission engine.waiting engine.admission engine.detokenizer "
     "engine.ended_rows constraints.json_schemas constraints.schema_checks constraints.schema_proofs "

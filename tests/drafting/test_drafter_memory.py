@@ -45,7 +45,7 @@ from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Prefix, Request, Row
-from shoal.types.schedule import PrefillChunk
+from shoal.types.rounds import PrefillChunk
 from shoal.types.trees import Positions
 
 TOKENS, NEW = 4_000, 1_000

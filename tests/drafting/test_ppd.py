@@ -39,7 +39,7 @@ from shoal.testing import save_pair, tiny_model
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import History, hashed, scripted
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Verdict
+from shoal.types.trees import Verdict
 
 V, M = 5, 3
 RULES = pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])

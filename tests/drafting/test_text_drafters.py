@@ -42,8 +42,8 @@ from shoal.testing import tiny_model
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Outcome, Verdict
-from shoal.types.trees import Positions
+from shoal.types.rounds import Outcome
+from shoal.types.trees import Positions, Verdict
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "model": lambda: ModelDrafter(scripted(mixed(hashed(V), hashed(V, 1)), V), V),

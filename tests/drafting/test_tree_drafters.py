@@ -30,9 +30,9 @@ from shoal.lookahead.controller import Fixed
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
+from shoal.testing import tiny_model
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, scripted, table_model
-from shoal.testing.tiny import tiny_model
 from shoal.types.requests import Request, Row
 from tree_laws import DIFFERENT, EXACT, HORIZON, Tree, committed
 from tree_runs import V, run

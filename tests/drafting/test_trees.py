@@ -32,8 +32,7 @@ from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import RandomTrees, check_drafter
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree, Positions
+from shoal.types.trees import DraftTree, Positions, Verdict
 
 V = 5
 PROMPTS = ((1,), (4, 2, 0, 3), (2, 2, 1, 0, 4, 3, 1, 2, 0))

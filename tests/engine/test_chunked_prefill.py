@@ -25,7 +25,7 @@ from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import hashed, mixed, runner, scripted
 from shoal.types.requests import Prefix, Request, Row, token_slots
-from shoal.types.schedule import PrefillChunk
+from shoal.types.rounds import PrefillChunk
 
 VOCAB = 12
 LONG = tuple(1 + i * i % 11 for i in range(41))

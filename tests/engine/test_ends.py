@@ -23,9 +23,9 @@ from shoal.engine.detokenizer import Detokenizer
 from shoal.engine.ended_rows import Passages, Stops
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
+from shoal.testing import END
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import adversary, hashed, says, scripted
-from shoal.testing.tiny import END
 from shoal.types.requests import Request
 from shoal.types.samples import Increment, Sample
 

@@ -29,7 +29,7 @@ from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
-from shoal.types.schedule import Move
+from shoal.types.rounds import Move
 
 K = 3
 

@@ -18,8 +18,7 @@ from transformers.generation import logits_process as hf
 import shoal
 from serving import pair
 from shoal.errors import RequestError
-from shoal.testing import VOCABULARY, tiny_model
-from shoal.testing.tiny import END
+from shoal.testing import END, VOCABULARY, tiny_model
 
 PURE: dict[str, Callable[[], Any]] = {
     "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.5),

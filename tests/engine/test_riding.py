@@ -36,9 +36,8 @@ from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
 from shoal.testing.scripted import runner
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Outcome
+from shoal.types.rounds import Outcome, PrefillChunk
 from shoal.types.samples import Sample
-from shoal.types.schedule import PrefillChunk
 
 PIECE = 5
 """The tokens that ride in a pass."""

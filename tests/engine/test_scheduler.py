@@ -28,7 +28,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row, token_slots
-from shoal.types.schedule import Admission, Move, PrefillChunk, PromptOrigin, ScheduledRound
+from shoal.types.rounds import Admission, Move, PrefillChunk, PromptOrigin, ScheduledRound
 
 
 def group(number: int, n: int, deadline: float | None = None, length: int = 1) -> list[Row]:

@@ -1,7 +1,7 @@
 """Texts by tokenizers as real models have them: samples, streams, stop strings, special tokens, prompts that end anywhere.
 
 Tests of: engine.detokenizer, types.arguments, serve.prompts, serve.token_details, constraints.token_bytes, evaluation.cuts,
-testing.tiny.
+testing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from shoal.evaluation.sampling import spans
 from shoal.serve.message_models import Message
 from shoal.serve.prompts import PromptEncoder
 from shoal.serve.token_details import name_and_bytes
-from shoal.testing import tiny_tokenizer
+from shoal.testing import CHAT, CHATML, TAGS, TEXTS, sentence_piece_tokenizer, tagged_tokenizer, tiny_tokenizer
 from shoal.testing.scripted import one_hot, says, scripted
-from shoal.testing.tiny import CHAT, CHATML, TAGS, TEXTS, sentence_piece_tokenizer, tagged_tokenizer
 from shoal.types.arguments import MARK, chat_template_of, encoded, encoded_inside, read_prompts, with_token_ids
 from shoal.types.samples import Sample
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, plain, saying, tokenizer, written

@@ -28,9 +28,8 @@ from shoal.evaluation import figure as figures
 from shoal.evaluation.journal import FIGURE, GRADES, PAGE, SAMPLES, SUMMARY, Evaluation, Journal
 from shoal.evaluation.sampling import BATCHED, METHODS, PLAIN, SINGLE, Sampler, SamplingConfig
 from shoal.evaluation.tasks import Completions, Document, Grade, Task, rouge_grader, summary_tasks
-from shoal.testing import VOCABULARY, save_pair, tiny_tokenizer
+from shoal.testing import END, VOCABULARY, save_pair, tiny_tokenizer
 from shoal.testing.scripted import mixed, one_hot, scripted
-from shoal.testing.tiny import END
 
 TOKENIZER = tiny_tokenizer()
 PROMPT = "def f():\n"

@@ -36,9 +36,8 @@ from shoal.evaluation.problems import Problem
 from shoal.evaluation.public_tests import PublicTests, Rewards
 from shoal.evaluation.tasks import Task
 from shoal.evaluation.token_tree import RollOut, TokenTree, WholeText, entropy
-from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing import END, VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import one_hot, scripted
-from shoal.testing.tiny import END
 
 TOKENIZER = tiny_tokenizer()
 PROMPT = "def f():\n"

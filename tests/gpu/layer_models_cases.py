@@ -1,7 +1,7 @@
 """What the layers of a model must do by the kernels: the same as its modules, in rounds and for prompts, with weights of one byte
 too; and in how many launches. On the device at hand, as `layers_cases.py`, and run as that is.
 
-Tests of: models.layers.triton_decoder, models.layers.operations, models.transformers_executors, models.selfcheck.
+Tests of: models.layers.triton_decoder, models.layers, models.transformers_executors, models.selfcheck.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.utils._pytree import tree_leaves
 from layer_shapes import DEVICE, INTERPRETED, Case
 from shoal.models import loading
 from shoal.models.attention import fused_kernels as attention_kernels
-from shoal.models.layers import layer_kernels
-from shoal.models.layers import triton_decoder as layer_decoder
-from shoal.models.layers.operations import (
+from shoal.models.layers import (
     MOST_TOKENS,
     TOKENS,
     WeightOnly8Bit,
     WeightOnlyMatrix,
+    layer_kernels,
     matrix_of_8_bit,
     product,
     silu_mul,
 )
+from shoal.models.layers import triton_decoder as layer_decoder
 from shoal.models.layers.triton_decoder import PlanState, fused_layers_of
 from shoal.models.passes import use_fused_layers
 from shoal.models.prompt_passes import feed_prompts

@@ -2,7 +2,7 @@
 
 Not collected by itself: `test_layers.py` runs this file in a process of its own, as `test_fused.py` does with `fused_cases.py`.
 
-Tests of: models.layers.operations, models.layers.layer_kernels.
+Tests of: models.layers, models.layers.layer_kernels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from layer_shapes import DEVICE, INTERPRETED, Case, normed
 from mutants import mutant, wrong_ones
-from shoal.models.layers import layer_kernels
-from shoal.models.layers.operations import COLUMNS, TOKENS, WeightOnly8Bit, add_norm, begin, heads, silu_mul
+from shoal.models.layers import COLUMNS, TOKENS, WeightOnly8Bit, add_norm, begin, heads, layer_kernels, silu_mul
 
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)

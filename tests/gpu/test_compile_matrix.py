@@ -1,6 +1,6 @@
 """All kernels of well-known models, compiled ahead of time for the GPUs there are: nothing spilled, shared memory that suffices.
 
-Tests of: models.attention.fused_kernels, models.attention.fused, models.layers.layer_kernels, models.layers.operations.
+Tests of: models.attention.fused_kernels, models.attention.fused, models.layers.layer_kernels, models.layers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from ahead_of_time import FORMATS, SHARED, TENSOR_CORES, Variant, compiled, needs_compiler
 from shoal.models.attention.fused import SLACK, Card
-from shoal.models.layers.operations import _power, _warps
+from shoal.models.layers import _power, _warps
 
 pytestmark = [
     pytest.mark.slow,

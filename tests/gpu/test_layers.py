@@ -1,6 +1,6 @@
 """The kernels of a decoder layer: their cases, in a process of their own; when they are used; what a layer launches.
 
-Tests of: models.layers.draw_kernels, models.layers.operations, models.layers.layer_kernels, models.passes,
+Tests of: models.layers.draw_kernels, models.layers, models.layers.layer_kernels, models.passes,
 models.quantize.
 """
 
@@ -20,8 +20,7 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading, passes, quantize
 from shoal.models.attention.fused import has_triton
-from shoal.models.layers import gpu_draws
-from shoal.models.layers.operations import MIDDLE, NARROW, WIDE, cut_of
+from shoal.models.layers import MIDDLE, NARROW, WIDE, cut_of, gpu_draws
 from shoal.native.build import missing
 from shoal.testing import tiny_model
 
@@ -98,7 +97,7 @@ KERNELS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     ),
     "silu_mul": ({"both": "*bf16", "out": "*bf16"}, {"BLOCK": 1024}, 4),
 }  # fmt: skip
-"""Types, constants and warps, as `operations` launches them for a model of 4096 features."""
+"""Types, constants and warps, as `shoal.models.layers` launches them for a model of 4096 features."""
 DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     "inverse_transform": (
         {"weights": "*fp32", "sums": "*fp64", "uniforms": "*fp64", "tokens": "*i64"}, {"SIZE": 256, "BLOCKS": 1024}, 4

@@ -10,9 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from shoal.testing import tiny_model, tiny_tokenizer
+from shoal.testing import VOCABULARY, fill, tiny_model, tiny_tokenizer
 from shoal.testing.architectures import NAMES, WINDOW
-from shoal.testing.tiny import VOCABULARY, fill
 
 
 def assistant(

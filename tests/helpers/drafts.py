@@ -20,8 +20,7 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.scores import Scores
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import Positions
+from shoal.types.trees import Positions, Verdict
 
 V = 5
 

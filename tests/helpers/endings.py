@@ -8,9 +8,8 @@ from typing import Any
 from shoal.api import Shoal
 from shoal.engine.stream import Stream
 from shoal.models.runner import Runner
-from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing import END, VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import adversary, mixed, says, scripted
-from shoal.testing.tiny import END
 from shoal.types.samples import FINISH_REASONS, Result, Sample
 
 TOKENIZER = tiny_tokenizer()

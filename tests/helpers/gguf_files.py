@@ -121,7 +121,7 @@ def write_rotary(writer: Any, config: Any) -> None:
 
 def smollm2_gguf(folder: Path, kind: str) -> Path:
     """Returns SmolLM2's file in a format; its own is Q4_1."""
-    from shoal.models.gguf.gguf_model import library
+    from shoal.models.gguf import library
 
     source = smollm2.gguf_file()
     if source is None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.constraints import masks
-from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing import END, VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import History, hashed, mixed, scripted
-from shoal.testing.tiny import END
 from shoal.types.requests import Row
 
 TOKENIZER = tiny_tokenizer()

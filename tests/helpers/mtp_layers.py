@@ -11,9 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoal.testing import tiny_model, tiny_tokenizer
+from shoal.testing import fill, tiny_model, tiny_tokenizer
 from shoal.testing.architectures import NAMES
-from shoal.testing.tiny import fill
 
 PLAIN, HYBRID = ("deepseek-v3", "glm4-moe"), ("qwen3-next", "qwen3.5")
 OUTER = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "shared_head.norm": "norm"}

@@ -1,4 +1,4 @@
-"""The tokenizers of `shoal.testing.tiny`, each made once, with scripted models over them."""
+"""The tokenizers of `shoal.testing`, each made once, with scripted models over them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from shoal.api import Shoal
 from shoal.constraints.token_bytes import fallback, token_bytes
+from shoal.testing import large_tokenizer, sentence_piece_tokenizer, tagged_tokenizer
 from shoal.testing.scripted import History, adversary, hashed, mixed, says, scripted
-from shoal.testing.tiny import large_tokenizer, sentence_piece_tokenizer, tagged_tokenizer
 
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": sentence_piece_tokenizer,

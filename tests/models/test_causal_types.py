@@ -17,8 +17,7 @@ from attention_paths import RECURRENT_HERE
 from shoal.errors import UnsupportedModel
 from shoal.models.load_checks import LIMITS
 from shoal.models.loading import wrap
-from shoal.testing import ARCHITECTURES, RECURRENT, REFUSED
-from shoal.testing.tiny import fill
+from shoal.testing import ARCHITECTURES, RECURRENT, REFUSED, fill
 
 pytestmark = pytest.mark.skipif(not RECURRENT_HERE, reason="an older Transformers has other types")
 

@@ -28,8 +28,8 @@ from shoal.config import Grammar
 from shoal.drafting import trained_heads
 from shoal.durable import cache_folder
 from shoal.errors import ModelError, RequestError, UnsupportedModel
-from shoal.models.gguf import gguf_model
-from shoal.models.gguf.gguf_model import _loaded, library
+from shoal.models import gguf
+from shoal.models.gguf import _loaded, library
 from shoal.models.gguf.gguf_runner import GgufRunner, KeptSequences, LlamaCpp
 from shoal.models.gguf.sequences import Sequences
 from shoal.models.loading import load_runner
@@ -454,7 +454,7 @@ def test_a_copy_is_written_once_and_anew_for_another_file(
     one: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "shoal")
-    monkeypatch.setattr(gguf_model, "PACE", 0.0)
+    monkeypatch.setattr(gguf, "PACE", 0.0)
     load_copy(one).close()
     (first,) = copies()
     told = [record.getMessage() for record in caplog.records if "writing a copy" in record.getMessage()]
@@ -499,17 +499,17 @@ def test_nothing_is_left_of_a_copy_that_fails(
     change: dict[str, Any], error: type[BaseException], words: str | None, one: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes: list[subprocess.Popen[str]] = []
-    monkeypatch.setattr(gguf_model, "PACE", -1.0)
+    monkeypatch.setattr(gguf, "PACE", -1.0)
     for name, value in change.items():
         if name == "disk_usage":
-            monkeypatch.setattr(gguf_model.shutil, name, lambda _, free=value: free)
+            monkeypatch.setattr(gguf.shutil, name, lambda _, free=value: free)
         else:
-            monkeypatch.setattr(gguf_model, name, value)
+            monkeypatch.setattr(gguf, name, value)
     with shoal.load(one, compile="off") as model:
         start = subprocess.Popen.__enter__
         monkeypatch.setattr(subprocess.Popen, "__enter__", lambda self: processes.append(self) or start(self))
         if error is KeyboardInterrupt:
-            monkeypatch.setattr(gguf_model.LOG, "info", lambda text, *_: raised() if "tensors" in text else None)
+            monkeypatch.setattr(gguf.LOG, "info", lambda text, *_: raised() if "tensors" in text else None)
         with pytest.raises(error, match=words):
             model.target.hf.in_4_bits()
     assert copies() == []
@@ -526,6 +526,6 @@ def test_a_file_of_4_bits_has_no_smaller_copy(compile: str, tmp_path: Path) -> N
 
 
 def test_there_is_no_copy_without_a_cache_folder(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_model, "cache_folder", lambda: None)
+    monkeypatch.setattr(gguf, "cache_folder", lambda: None)
     with pytest.raises(UnsupportedModel, match="no copy in 4 bits: there is no cache folder"):
         load_copy(one)

@@ -22,7 +22,7 @@ from shoal.cli.check_model import executors
 from shoal.drafting.draft import read_draft
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.errors import InternalError, ModelError, UnsupportedModel
-from shoal.models.gguf.gguf_model import library
+from shoal.models.gguf import library
 from shoal.models.gguf.gguf_runner import GgufRunner, load_gguf
 from shoal.models.gguf.state_sequences import Base, StateSequences
 from shoal.types.trees import DraftTree

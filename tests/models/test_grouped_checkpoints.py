@@ -24,8 +24,7 @@ from shoal.errors import UnsupportedModel
 from shoal.integrations.loglikelihoods import token_logprobs
 from shoal.models import formats, grouped_checkpoints
 from shoal.models.weights.groups import GroupLinear
-from shoal.testing import tiny_model
-from shoal.testing.tiny import fill
+from shoal.testing import fill, tiny_model
 
 pytestmark = needs_compiler
 by_no_package = pytest.mark.skipif(

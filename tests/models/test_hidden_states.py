@@ -26,8 +26,8 @@ from shoal.sampling.scores import Scores
 from shoal.testing import tiny_model
 from shoal.testing.drafters import RandomTrees
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Verdict
-from shoal.types.schedule import PrefillChunk
+from shoal.types.rounds import PrefillChunk
+from shoal.types.trees import Verdict
 
 V = 260
 LAYERS = (0, 1, 2)

@@ -22,8 +22,7 @@ from shoal.models import loading, pretrained, sources, vocabulary
 from shoal.models.bridge import cache_name
 from shoal.models.loading import LoadOptions
 from shoal.models.runner import Runner
-from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
-from shoal.testing.tiny import END
+from shoal.testing import END, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 
 PROMPT = [5, 77, 200, 31, 8]
 

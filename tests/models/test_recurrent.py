@@ -46,10 +46,9 @@ from shoal.models.runner import Runner
 from shoal.models.tensor_parallel import lead
 from shoal.models.vocabulary import compared
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing import RECURRENT, VOCABULARY, save_pair, tiny_model, tiny_tokenizer
+from shoal.testing import RECURRENT, VOCABULARY, fill, large_tokenizer, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.architectures import NAMES
 from shoal.testing.scripted import adversary, mixed, says, scripted
-from shoal.testing.tiny import fill, large_tokenizer
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
 

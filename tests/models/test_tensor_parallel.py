@@ -34,7 +34,7 @@ from shoal.errors import OutOfStep, RequestError
 from shoal.models import loading
 from shoal.models.ranks import PASS_SECONDS, VARIABLE, Ranks, pass_seconds
 from shoal.models.tensor_parallel import capture_obstacle, require_ranks
-from shoal.testing.tiny import save_pair
+from shoal.testing import save_pair
 
 SIZE = 2
 SECONDS = 600  # servers import Transformers, twice

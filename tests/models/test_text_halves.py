@@ -20,8 +20,7 @@ from shoal.errors import UnsupportedModel
 from shoal.models import formats
 from shoal.models.transformers_executors import C_DECODER
 from shoal.native.build import missing
-from shoal.testing import tiny_model, tiny_tokenizer
-from shoal.testing.tiny import fill
+from shoal.testing import fill, tiny_model, tiny_tokenizer
 
 VIT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SQUARE = VIT | {"image_size": 16, "patch_size": 8}

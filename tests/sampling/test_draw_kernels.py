@@ -26,8 +26,7 @@ from shoal.sampling.acceptance import accepted_lengths, reject_and_replace
 from shoal.sampling.drawing import exponential_race, inverse_transform
 from shoal.sampling.native_draws import Drawn, Verified, drawn, verified
 from shoal.sampling.uniforms import race_uniforms, round_uniforms
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Verdict
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
 
 pytestmark = needs_compiler

@@ -32,8 +32,7 @@ from shoal.testing import VOCABULARY
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, runner, scripted, table_model
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree, Positions
+from shoal.types.trees import DraftTree, Positions, Verdict
 
 pytestmark = pytest.mark.slow
 real_uniforms = shoal.sampling.uniforms.uniforms

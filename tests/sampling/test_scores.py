@@ -20,8 +20,8 @@ from shoal.sampling.acceptance import RULES, Rule
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Faults, Verdict
-from shoal.types.trees import DraftTree, Positions
+from shoal.types.rounds import Faults
+from shoal.types.trees import DraftTree, Positions, Verdict
 
 needs_kernels = pytest.mark.skipif(bool(missing()), reason=f"no kernels in C here: {missing()}")
 

@@ -30,9 +30,8 @@ from shoal.serve.request_parser import RequestParser
 from shoal.serve.settings import Settings
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, CallRules
 from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools
-from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing import END, VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
-from shoal.testing.tiny import END
 from shoal.types.requests import Request
 
 TOKENIZER = tiny_tokenizer()

@@ -22,8 +22,7 @@ from shoal.cli.conversation import ChatWriter, message
 from shoal.evaluation.tasks import chat_ids
 from shoal.serve.message_models import Message
 from shoal.serve.prompts import PromptEncoder
-from shoal.testing import save_pair
-from shoal.testing.tiny import CHATML
+from shoal.testing import CHATML, save_pair
 from shoal.types.arguments import encoded
 from tokenizers_of_models import KINDS, PIECES, SMALL, chatty, saying, tokenizer, written
 

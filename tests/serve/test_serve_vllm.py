@@ -18,9 +18,8 @@ from by_pairs import by_pairs
 from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
-from shoal.testing import VOCABULARY, tiny_tokenizer
+from shoal.testing import BEGIN, END, VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import History, mixed, says, scripted
-from shoal.testing.tiny import BEGIN, END
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"

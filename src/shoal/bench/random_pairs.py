@@ -29,8 +29,7 @@ from shoal.sampling.acceptance import Rejection, by_rejection, rejection_by_tens
 from shoal.sampling.distributions import Sampler
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Verdict
 
 
 @dataclass(frozen=True)

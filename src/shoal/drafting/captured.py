@@ -36,8 +36,7 @@ from shoal.models.compiled.transfer import Found
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree, chains
+from shoal.types.trees import DraftTree, Verdict, chains
 
 
 class Decided(NamedTuple):

@@ -22,7 +22,7 @@ from shoal.models.cache.kept_prompts import KeptPrefixes
 from shoal.models.prompt_passes import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.types.requests import Prefix, Row
-from shoal.types.schedule import PrefillChunk
+from shoal.types.rounds import PrefillChunk
 
 NO_GROUP = -1
 

@@ -46,9 +46,8 @@ from shoal.models.eagle3_layer import (
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
-from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import DraftTree
+from shoal.types.rounds import PrefillChunk
+from shoal.types.trees import DraftTree, Verdict
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 PENDING = 64

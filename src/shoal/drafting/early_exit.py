@@ -31,8 +31,7 @@ from shoal.models.runner import Runner
 from shoal.models.target_models import first_layers, head_of, layer_count
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Verdict
 
 MOST_EXITS = 8
 """The most exits that are compared: each costs a product with the head in a comparing round."""

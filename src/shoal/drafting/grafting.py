@@ -33,8 +33,7 @@ from shoal.config import MOST_NODES
 from shoal.constraints import masks
 from shoal.drafting.text import CHOICES, Guess, with_point_masses
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree, Siblings
+from shoal.types.trees import DraftTree, Siblings, Verdict
 
 
 def grafted(own: DraftTree, guesses: Sequence[Guess], steps: int) -> DraftTree:

@@ -37,9 +37,8 @@ from shoal.drafting.trained_heads import (
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
-from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import DraftTree
+from shoal.types.rounds import PrefillChunk
+from shoal.types.trees import DraftTree, Verdict
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 ToVocabulary = Callable[[Tensor], Tensor]

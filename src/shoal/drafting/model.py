@@ -36,9 +36,8 @@ from shoal.sampling.distributions import RACES, draws
 from shoal.sampling.native_draws import known
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Faults, Verdict
-from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import DraftTree, Positions, chains
+from shoal.types.rounds import Faults, PrefillChunk
+from shoal.types.trees import DraftTree, Positions, Verdict, chains
 
 log = logging.getLogger("shoal")
 

@@ -31,9 +31,8 @@ from shoal.models.runner import Runner
 from shoal.models.vocabulary import Vocabularies
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
-from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import DraftTree
+from shoal.types.rounds import PrefillChunk
+from shoal.types.trees import DraftTree, Verdict
 
 TLI, SLEM, SLRS = "TLI", "SLEM", "SLRS"
 LAG = 16

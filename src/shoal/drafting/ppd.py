@@ -46,8 +46,7 @@ from shoal.errors import ModelError, RequestError
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree, Probes
+from shoal.types.trees import DraftTree, Probes, Verdict
 
 FILE, TENSOR = "prompt_tokens.safetensors", "prompt_tokens"
 MOST = 32

@@ -21,9 +21,8 @@ from shoal.models.runner import Runner
 from shoal.sampling.distributions import RACES
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
-from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import DraftTree
+from shoal.types.rounds import PrefillChunk
+from shoal.types.trees import DraftTree, Verdict
 
 Sampler = Callable[[Tensor, Tensor], Tensor]
 """A function (q [rows, vocab], uniforms of one position [rows, ...]) -> one token per row.

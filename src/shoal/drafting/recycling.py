@@ -28,8 +28,7 @@ from shoal.drafting.text import Guess, TextDrafter, probable
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import Positions
+from shoal.types.trees import Positions, Verdict
 
 SHARED = ("engine", "model")
 """The scopes with one table for all rows."""

@@ -28,9 +28,8 @@ from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import tree_uniforms
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
-from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import DraftTree, chains
+from shoal.types.rounds import PrefillChunk
+from shoal.types.trees import DraftTree, Verdict, chains
 
 
 class _ModelChains:

@@ -43,9 +43,8 @@ from shoal.models.target_models import (
 )
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Faults, Verdict
-from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import DraftTree
+from shoal.types.rounds import Faults, PrefillChunk
+from shoal.types.trees import DraftTree, Verdict
 
 
 class AssistantDrafter(Drafter):

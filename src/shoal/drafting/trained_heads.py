@@ -24,8 +24,8 @@ from shoal.models.runner import Runner
 from shoal.models.structure import Belongings
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Verdict
-from shoal.types.schedule import PrefillChunk
+from shoal.types.rounds import PrefillChunk
+from shoal.types.trees import Verdict
 
 Heads = TypeVar("Heads")
 _loaded: Belongings[Any] = Belongings("heads")

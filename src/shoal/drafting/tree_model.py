@@ -25,8 +25,8 @@ from shoal.models.runner import Runner
 from shoal.sampling.distributions import probabilities
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Faults, Verdict
-from shoal.types.trees import DraftTree, Positions
+from shoal.types.rounds import Faults
+from shoal.types.trees import DraftTree, Positions, Verdict
 
 
 class TreeDrafter(ModelDrafter):

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from shoal.errors import RequestError
 from shoal.types.requests import Prefix, Row
-from shoal.types.schedule import Move, PrefillChunk, PromptOrigin
+from shoal.types.rounds import Move, PrefillChunk, PromptOrigin
 
 NO_GROUP = -1
 """The group of a slot that holds no complete prompt."""
@@ -140,8 +140,8 @@ class Decision:
             it needs their memory.
         store: the stored prompts once the row is admitted.
         slot: the row's slot; None = the row waits.
-        origin: the origin of its prompt, see `shoal.types.schedule.Admission`.
-        source: the source of its prompt, see `shoal.types.schedule.Admission`.
+        origin: the origin of its prompt, see `shoal.types.rounds.Admission`.
+        source: the source of its prompt, see `shoal.types.rounds.Admission`.
     """
 
     kept: CacheState

@@ -22,8 +22,7 @@ from shoal.sampling.drawing import Following, Phantoms, awrs, draw
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose, uniforms
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Verdict
 
 States = list[tuple[Any, Any]]
 

@@ -23,9 +23,9 @@ from shoal.sampling.controls import unbound
 from shoal.sampling.processors import name_of
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Commit, Faults, Verdict
+from shoal.types.rounds import Commit, Faults
 from shoal.types.samples import TopLogprobs
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Verdict
 
 _TOGETHER = 1 << 21
 """The number of logits normalised at a time: more of them leave a CPU's caches."""

@@ -41,9 +41,9 @@ from shoal.sampling.acceptance import Rejection, Rule
 from shoal.sampling.scores import Scores
 from shoal.types.arguments import of_prompt
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Commit, Verdict
+from shoal.types.rounds import Commit
 from shoal.types.stats import Stats
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Verdict
 
 PREPARED_TOKENS = 2048
 """The tokens of a row for which caches are sized before there are rows."""

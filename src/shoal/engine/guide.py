@@ -23,8 +23,7 @@ from shoal.drafting.protocol import KeyValueMemory
 from shoal.errors import BadLogits
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
-from shoal.types.rounds import Faults
-from shoal.types.schedule import PrefillChunk
+from shoal.types.rounds import Faults, PrefillChunk
 from shoal.types.stats import Stats
 from shoal.types.trees import Block
 

@@ -22,7 +22,7 @@ from shoal.errors import RequestError
 from shoal.models.device import kv_budget
 from shoal.models.runner import Runner
 from shoal.types.requests import Prefix, Request, Row, token_slots
-from shoal.types.schedule import ScheduledRound
+from shoal.types.rounds import ScheduledRound
 
 EXPECTED_DRAFT = 4
 """The draft length for which memory is counted if many rows run.

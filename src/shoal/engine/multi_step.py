@@ -28,7 +28,7 @@ from shoal.sampling.distributions import RACES
 from shoal.sampling.native_draws import known
 from shoal.sampling.uniforms import UniformsAhead
 from shoal.types.requests import Row
-from shoal.types.rounds import Verdict
+from shoal.types.trees import Verdict
 
 MOST_ROUNDS = 8
 """The most rounds of a run."""

@@ -25,8 +25,7 @@ from shoal.models.prompt_passes import feed_prefix, feed_prompts
 from shoal.models.runner import Runner
 from shoal.models.weights.parameter import sums
 from shoal.types.requests import Row
-from shoal.types.rounds import Commit
-from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, ScheduledRound
+from shoal.types.rounds import Admission, Commit, PrefillChunk, PromptOrigin, ScheduledRound
 
 PROBED = 8
 """The number of tokens of the pass by which a target is recognised."""

@@ -18,9 +18,9 @@ from shoal.models.device import explained
 from shoal.models.runner import Runner
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Commit, Verdict
-from shoal.types.schedule import PrefillChunk, PromptOrigin, ScheduledRound
+from shoal.types.rounds import Commit, PrefillChunk, PromptOrigin, ScheduledRound
 from shoal.types.stats import Stats
+from shoal.types.trees import Verdict
 
 
 class Batch:

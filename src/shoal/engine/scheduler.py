@@ -33,7 +33,7 @@ from shoal.engine.admission import Fits, Prefixes, SlotRows, decide, find_prompt
 from shoal.engine.waiting import Deadlines, Fairness, GroupSizes, Waiting
 from shoal.errors import RequestError
 from shoal.types.requests import Row
-from shoal.types.schedule import Admission, PrefillChunk, PromptOrigin, ScheduledRound
+from shoal.types.rounds import Admission, PrefillChunk, PromptOrigin, ScheduledRound
 
 CHUNK = 512
 """The most prompt tokens between two rounds.

@@ -34,9 +34,8 @@ from shoal.sampling.drawing import finite
 from shoal.sampling.scores import ClassOdds, Scores, guided
 from shoal.sampling.uniforms import UniformsAhead
 from shoal.types.requests import Row
-from shoal.types.rounds import Commit, Verdict
-from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import Block, DraftTree, Positions, Probes
+from shoal.types.rounds import Commit, PrefillChunk
+from shoal.types.trees import Block, DraftTree, Positions, Probes, Verdict
 
 
 class Rides:

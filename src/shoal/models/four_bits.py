@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
-from shoal.models.gguf.gguf_model import LEAST_BITS, no_smaller_copy
+from shoal.models.gguf import LEAST_BITS, no_smaller_copy
 from shoal.models.gguf.gguf_runner import GgufRunner
 from shoal.models.load_report import LOG
 from shoal.models.loading import wrap

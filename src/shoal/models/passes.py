@@ -26,7 +26,7 @@ from shoal.models.attention.fused import Card
 from shoal.models.attention.methods import KV_BLOCK, method_named, resolved
 from shoal.models.compiled import executor_for
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.layers.operations import WeightOnly8Bit
+from shoal.models.layers import WeightOnly8Bit
 from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.lean import decoder_of, obstacle
 from shoal.models.lean.forward import LeanPass, NativeKernels

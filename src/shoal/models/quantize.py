@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.errors import RequestError
 from shoal.models.attention.fused import available
-from shoal.models.layers.operations import WeightOnly8Bit
+from shoal.models.layers import WeightOnly8Bit
 from shoal.models.weights import LINEARS
 from shoal.models.weights.layers import byte_packing, joined, starts
 from shoal.models.weights.matrix import PACKED

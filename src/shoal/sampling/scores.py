@@ -46,8 +46,8 @@ from shoal.sampling import controls, distributions, native_draws
 from shoal.sampling.controls import width
 from shoal.sampling.distributions import Draws, Sampler
 from shoal.types.requests import Row
-from shoal.types.rounds import Faults, Verdict
-from shoal.types.trees import DraftTree, Positions
+from shoal.types.rounds import Faults
+from shoal.types.trees import DraftTree, Positions, Verdict
 
 
 class ClassOdds:

@@ -27,9 +27,8 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.scores import Scores
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
-from shoal.types.rounds import Verdict
-from shoal.types.schedule import PrefillChunk
-from shoal.types.trees import DraftTree
+from shoal.types.rounds import PrefillChunk
+from shoal.types.trees import DraftTree, Verdict
 
 Guess = Callable[[Sequence[int]], int]
 """The tokens before a node -> its token."""

@@ -1,21 +1,14 @@
-"""The data that the stages of one round pass on; plain data.
-
-Shapes: `rows` active rows, `m` the most nodes of a row's draft tree, `vocab` the target's
-vocabulary.
-"""
+"""The data of a round: the scheduler's orders before it, its measurements and its commits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from enum import Enum, auto
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from shoal.errors import ShoalError
-from shoal.types.requests import Row
+from shoal.types.requests import Prefix, Row
 from shoal.types.samples import Sample
 
 Faults = dict[Row, dict[int, ShoalError]]
@@ -28,51 +21,6 @@ its own key or value, every position of that row fails in this pass: a masked ke
 0 * NaN is NaN. The row then ends even if that draft would have been rejected. Committed tokens and
 other rows are not affected.
 """
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The decision of a round.
-
-    Attributes:
-        accepted: the number of drafts kept, [rows] int64: the depth that the row's accepted path
-            reaches.
-        token: the replacement or bonus that follows the kept drafts, [rows] int64.
-        probs: the probabilities of the kept drafts under p, then that of `token`, [rows, at least
-            as many], padded.
-        path: the nodes kept, from the root on, [rows, longest path] int64, padded; None if all
-            trees are chains: the first `accepted` nodes.
-        raw_logprobs: the natural logs of the probabilities of the same tokens by the logits alone,
-            shaped like `probs`; None if unknown.
-        check_weights: natural logs of the weights of the kept tokens and of `token`, by the place
-            of rows whose checks are weighed (`shoal.sampling.drawing`).
-    """
-
-    accepted: Tensor
-    token: Tensor
-    probs: Tensor
-    path: Tensor | None = None
-    raw_logprobs: Tensor | None = None
-    check_weights: Mapping[int, Sequence[float]] = field(default_factory=dict)
-
-    @cached_property
-    def lists(self) -> tuple[list[Sequence[int]], list[int]]:
-        """The kept nodes of each row and the token that follows; one transfer from the device."""
-        if self.path is None:
-            accepted, tokens = torch.stack([self.accepted, self.token]).tolist()
-            return list(map(range, accepted)), tokens
-        table = torch.cat([self.accepted[:, None], self.token[:, None], self.path], dim=1).tolist()
-        return [path[:count] for count, _, *path in table], [token for _, token, *_ in table]
-
-    def columns(self, tokens: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        """Returns the columns that predict each row's committed tokens, which follow its path."""
-        paths, _ = self.lists
-        return [
-            range(len(own))
-            if isinstance(path, range)
-            else [0, *(node + 1 for node in path)][: len(own)]
-            for path, own in zip(paths, tokens, strict=True)
-        ]
 
 
 @dataclass(frozen=True)
@@ -142,3 +90,87 @@ class Commit(NamedTuple):
         kept = set(self.path)
         nodes = enumerate(zip(self.drafts, self.drafters, strict=False))
         return [draft for node, draft in nodes if node not in kept]
+
+
+class PromptOrigin(Enum):
+    """The origin of the prompt of a row that enters a slot."""
+
+    COMPUTE = auto()
+    """The row computes the prompt, in `ScheduledRound.chunks` of this round and maybe of later
+    ones: into the prefix store if the row has a prefix, else into its slot."""
+    COPY = auto()
+    """The prompt is copied from another slot, before prompts are computed."""
+    COPY_AFTER_COMPUTE = auto()
+    """The prompt is copied from another slot, where a row of the group computes it in this
+    round."""
+    SHARED = auto()
+    """The prompt is in the prefix store, or an earlier row of this round computes it there."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The entry of a row into `row.slot`.
+
+    Attributes:
+        origin: the origin of its prompt.
+        source: the slot to copy the prompt from, for the two origins that copy.
+        restored: the number of tokens of a prompt to compute that are kept of earlier rows.
+    """
+
+    row: Row
+    origin: PromptOrigin
+    source: int | None = None
+    restored: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """The tokens start..stop-1 of a row's prompt, to be computed.
+
+    They go into the row's prefix, or into the slot that the row has before the round's moves.
+    """
+
+    row: Row
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """A row that was moved from slot `source` to slot `target`; its keys and values must follow."""
+
+    row: Row
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class ScheduledRound:
+    """The work of the caches before a round, in this order.
+
+    Copies (COPY), other admissions, chunks of prompts, copies of the prompts that the chunks
+    complete (COPY_AFTER_COMPUTE), moves.
+
+    Attributes:
+        rows: the rows of the round, in slots 0, 1, ...
+        admissions: the rows that enter slots.
+        chunks: the parts of prompts to compute.
+        moves: the rows that change slots.
+        prefilling: the row whose prompt is not complete yet, in a slot above those of `rows`.
+        slots: the number of slots that the caches need until the moves are done.
+        prefixes: the prompts that the prefix store holds, by group.
+    """
+
+    rows: Sequence[Row]
+    admissions: Sequence[Admission] = ()
+    chunks: Sequence[PrefillChunk] = ()
+    moves: Sequence[Move] = ()
+    prefilling: Row | None = None
+    slots: int = 0
+    prefixes: Mapping[int, Prefix] = field(default_factory=dict)
+
+    @property
+    def in_slots(self) -> list[Row]:
+        """The rows with a slot."""
+        return [*self.rows] if self.prefilling is None else [*self.rows, self.prefilling]

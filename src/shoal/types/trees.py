@@ -1,4 +1,4 @@
-"""Draft trees, and the positions that a pass over them scores; plain data.
+"""Draft trees, the positions that a pass over them scores, and verdicts on them; plain data.
 
 Shapes: `rows` active rows, `m` the most nodes of a row's tree, `vocab` the target's vocabulary.
 
@@ -11,8 +11,8 @@ The draws of nodes from a drafter's q are for rules that verify by q.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
@@ -282,3 +282,48 @@ class Positions:
             if token not in eos and self.parent(row, column) in found:
                 found.add(column)
         return sorted(found)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The decision of a round.
+
+    Attributes:
+        accepted: the number of drafts kept, [rows] int64: the depth that the row's accepted path
+            reaches.
+        token: the replacement or bonus that follows the kept drafts, [rows] int64.
+        probs: the probabilities of the kept drafts under p, then that of `token`, [rows, at least
+            as many], padded.
+        path: the nodes kept, from the root on, [rows, longest path] int64, padded; None if all
+            trees are chains: the first `accepted` nodes.
+        raw_logprobs: the natural logs of the probabilities of the same tokens by the logits alone,
+            shaped like `probs`; None if unknown.
+        check_weights: natural logs of the weights of the kept tokens and of `token`, by the place
+            of rows whose checks are weighed (`shoal.sampling.drawing`).
+    """
+
+    accepted: Tensor
+    token: Tensor
+    probs: Tensor
+    path: Tensor | None = None
+    raw_logprobs: Tensor | None = None
+    check_weights: Mapping[int, Sequence[float]] = field(default_factory=dict)
+
+    @cached_property
+    def lists(self) -> tuple[list[Sequence[int]], list[int]]:
+        """The kept nodes of each row and the token that follows; one transfer from the device."""
+        if self.path is None:
+            accepted, tokens = torch.stack([self.accepted, self.token]).tolist()
+            return list(map(range, accepted)), tokens
+        table = torch.cat([self.accepted[:, None], self.token[:, None], self.path], dim=1).tolist()
+        return [path[:count] for count, _, *path in table], [token for _, token, *_ in table]
+
+    def columns(self, tokens: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Returns the columns that predict each row's committed tokens, which follow its path."""
+        paths, _ = self.lists
+        return [
+            range(len(own))
+            if isinstance(path, range)
+            else [0, *(node + 1 for node in path)][: len(own)]
+            for path, own in zip(paths, tokens, strict=True)
+        ]

@@ -20,7 +20,7 @@ from shoal.models.compiled.transfer import Upload, packed_results
 from shoal.models.layers.gpu_draws import on_device
 from shoal.sampling.acceptance import ChainRule, accepted_lengths
 from shoal.sampling.truncation import wider
-from shoal.types.rounds import Verdict
+from shoal.types.trees import Verdict
 
 
 class Kind(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.models.device import event_for
-from shoal.types.rounds import Verdict
+from shoal.types.trees import Verdict
 
 Numbers = npt.NDArray[np.int64]
 

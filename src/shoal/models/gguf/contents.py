@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
-from shoal.models.gguf.gguf_model import library
+from shoal.models.gguf import library
 from shoal.models.weights.groups import Groups
 
 

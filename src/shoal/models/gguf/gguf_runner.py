@@ -17,7 +17,7 @@ from shoal.errors import InternalError, ModelError, OutOfMemory, RequestError, U
 from shoal.models.cache import Plan
 from shoal.models.cache.kept_rows import KeptRows
 from shoal.models.executor import Executor, PassBatch, PassOutput
-from shoal.models.gguf.gguf_model import GgufModel, complaint, library
+from shoal.models.gguf import GgufModel, complaint, library
 from shoal.models.gguf.sequences import PASS_TOKENS, Feed, RowState, Sequences
 from shoal.models.gguf.state_sequences import StateSequences
 from shoal.models.lean.forward import known_tokens

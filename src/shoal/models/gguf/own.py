@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from shoal.errors import UnsupportedModel
 from shoal.models import formats
+from shoal.models.gguf import library
 from shoal.models.gguf.contents import BLOCKS, FACTORS, Header, divide, groups_of, rotary_parameters
-from shoal.models.gguf.gguf_model import library
 from shoal.models.quantize import cannot_save
 from shoal.models.weights import by_facts, lay_out
 from shoal.models.weights.groups import GroupLinear, Groups

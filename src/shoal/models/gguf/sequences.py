@@ -23,11 +23,11 @@ import torch
 
 from shoal.errors import ModelError, OutOfMemory, RequestError
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.gguf.gguf_model import complaint, library
+from shoal.models.gguf import complaint, library
 from shoal.types.requests import Prefix
 
 if TYPE_CHECKING:
-    from shoal.models.gguf.gguf_model import GgufModel
+    from shoal.models.gguf import GgufModel
 
 MOST_ROWS = 256
 """The largest number of sequences that llama.cpp's memory can tell apart."""

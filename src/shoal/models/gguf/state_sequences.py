@@ -19,12 +19,12 @@ import numpy as np
 
 from shoal.errors import InternalError, ModelError, OutOfMemory
 from shoal.models.cache import Plan
-from shoal.models.gguf.gguf_model import complaint, library
+from shoal.models.gguf import complaint, library
 from shoal.models.gguf.sequences import PASS_TOKENS, Feed, RowState, Sequences
 from shoal.types.requests import Prefix
 
 if TYPE_CHECKING:
-    from shoal.models.gguf.gguf_model import GgufModel
+    from shoal.models.gguf import GgufModel
 
 
 SNAPSHOTS = 8

@@ -27,7 +27,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 
 from shoal.durable import cache_folder
 from shoal.errors import ModelError, RequestError, UnsupportedModel
-from shoal.models.gguf.gguf_model import library
+from shoal.models.gguf import library
 
 CONTROL, USER_DEFINED = 3, 4
 """The kinds of tokens that are taken out of a text before it is split.

@@ -1,6 +1,6 @@
-"""The Triton kernels of `operations.py`.
+"""The Triton kernels of `shoal.models.layers`.
 
-Only `operations.py` imports them, and only when they run, because Triton is optional. Each kernel
+Only that module imports them, and only when they run, because Triton is optional. Each kernel
 makes one step of a decoder layer out of some half a dozen operations of the model's modules. The
 kernels round where the modules do: sums and angles are float32, a normalised row is rounded before
 it is multiplied by the weight, an activation before the product.

@@ -24,7 +24,7 @@ from shoal.models.attention import AttentionInputs, Masks
 from shoal.models.attention.fused import available
 from shoal.models.attention.methods import Method
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.layers.operations import (
+from shoal.models.layers import (
     MOST_WIDTH,
     WeightOnly8Bit,
     add_norm,

@@ -34,8 +34,7 @@ from shoal.sampling.distributions import Sampler
 from shoal.sampling.drawing import draw, inverse_transform
 from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import round_uniforms
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree, Siblings
+from shoal.types.trees import DraftTree, Siblings, Verdict
 
 
 @dataclass(unsafe_hash=True)

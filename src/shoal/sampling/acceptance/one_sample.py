@@ -27,8 +27,7 @@ from shoal.sampling.distributions import Sampler
 from shoal.sampling.drawing import exponential_race, inverse_transform
 from shoal.sampling.scores import Scores, by_kernel, drawn
 from shoal.sampling.uniforms import race_uniforms, round_uniforms
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Verdict
 
 
 class Rule(Protocol):

@@ -15,8 +15,7 @@ from shoal.sampling.acceptance.one_sample import accepted_lengths
 from shoal.sampling.distributions import Sampler
 from shoal.sampling.drawing import inverse_transform
 from shoal.sampling.scores import Scores, by_kernel
-from shoal.types.rounds import Verdict
-from shoal.types.trees import DraftTree
+from shoal.types.trees import DraftTree, Verdict
 
 
 def acceptance_mask(p_draft: Tensor, q_draft: Tensor, uniforms: Tensor) -> Tensor:

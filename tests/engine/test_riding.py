@@ -27,11 +27,11 @@ from shoal.engine.prefix_cache import PrefixMemory
 from shoal.errors import OutOfMemory
 from shoal.lookahead.controller import Fixed
 from shoal.models import formats, weights
+from shoal.models.executor import C_DECODER
 from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
 from shoal.models.prompt_passes import carries_prompts
 from shoal.models.runner import Runner
-from shoal.models.transformers_executors import C_DECODER
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
 from shoal.testing.scripted import runner

@@ -1,7 +1,7 @@
 """What the layers of a model must do by the kernels: the same as its modules, in rounds and for prompts, with weights of one byte
 too; and in how many launches. On the device at hand, as `layers_cases.py`, and run as that is.
 
-Tests of: models.layers.triton_decoder, models.layers, models.transformers_executors, models.selfcheck.
+Tests of: models.layers.triton_decoder, models.layers, models.executor, models.selfcheck.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from layer_shapes import DEVICE, INTERPRETED, Case
 from shoal.models import loading
 from shoal.models.attention import fused_kernels as attention_kernels
+from shoal.models.executor import MODULES, TRITON_LAYERS
 from shoal.models.layers import (
     MOST_TOKENS,
     TOKENS,
@@ -37,7 +38,6 @@ from shoal.models.prompt_passes import feed_prompts
 from shoal.models.quantize import _weight_only
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import _largest, _reference, _sharing, largest_error
-from shoal.models.transformers_executors import MODULES, TRITON_LAYERS
 from shoal.testing import tiny_model
 from shoal.types.requests import Prefix
 

@@ -25,11 +25,11 @@ from shoal.models import loading
 from shoal.models.compiled import round_functions
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.executor import TRITON_LAYERS
 from shoal.models.layers import draw_kernels
 from shoal.models.layers import gpu_draws as on_gpu
 from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.runner import Runner
-from shoal.models.transformers_executors import TRITON_LAYERS
 from shoal.sampling import drawing
 from shoal.sampling.acceptance import RULES
 from shoal.sampling.uniforms import BUCKETS

@@ -47,8 +47,8 @@ from shoal.models.compiled import Captures, captures, executor_for, obstacle
 from shoal.models.compiled.block import MOST_LAYOUTS, Block, Bucket, keys_for, reservation, step_up
 from shoal.models.compiled.captures import CAPTURED, MOST_KINDS, PATIENCE, Failures, compare
 from shoal.models.compiled.executors import EXECUTORS, Executor, Run
+from shoal.models.executor import MODULES
 from shoal.models.load_report import described
-from shoal.models.transformers_executors import MODULES
 from shoal.sampling.distributions import probabilities, pure_probabilities
 from shoal.testing import save_pair
 from shoal.testing.drafters import engine_of, runners_of

@@ -25,6 +25,7 @@ from native_kernels import needs_compiler
 from shoal.api import Shoal
 from shoal.models import passes, selfcheck, weights
 from shoal.models.bridge import Bridge
+from shoal.models.executor import C_DECODER
 from shoal.models.lean import Angles, Decoder, decoder_of
 from shoal.models.lean.forward import LeanPass
 from shoal.models.load_checks import LIMITS
@@ -32,7 +33,6 @@ from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes, use_lean_passes
 from shoal.models.prompt_passes import feed_prompts
 from shoal.models.runner import Runner
-from shoal.models.transformers_executors import C_DECODER
 from shoal.models.weights.matrix import AS_IS, INPUT_MAJOR, PACKED
 from shoal.testing import VOCABULARY, save_pair, tiny_model, tiny_tokenizer
 

@@ -26,7 +26,7 @@ from attending import build
 from native_kernels import excess, needs_compiler
 from shoal.errors import RequestError
 from shoal.models.attention import unfused as native_attention
-from shoal.models.transformers_executors import C_DECODER, MODULES
+from shoal.models.executor import C_DECODER, MODULES
 from shoal.native import build as building
 from shoal.native import compiling
 from shoal.native.build import NotBuilt

@@ -20,11 +20,11 @@ from shoal.api import Shoal
 from shoal.cli.options import ModelSource
 from shoal.errors import RequestError
 from shoal.models.cache.row_store import SCALE_BYTES, rounded, unrounded
+from shoal.models.executor import C_DECODER, MODULES
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error
 from shoal.models.sources import bundled
-from shoal.models.transformers_executors import C_DECODER, MODULES
 from shoal.testing import tiny_model
 from shoal.types.requests import Prefix
 

@@ -24,6 +24,7 @@ from native_kernels import needs_compiler, threads
 from shoal.models import cache as cache_module
 from shoal.models import formats, quantize, weights
 from shoal.models.attention.unfused import MOST_COLUMNS
+from shoal.models.executor import C_DECODER
 from shoal.models.lean import decoder_of, forward, whole
 from shoal.models.lean.forward import LeanPass, NativeKernels
 from shoal.models.lean.whole import WholePass, whole_pass
@@ -31,7 +32,6 @@ from shoal.models.loading import wrap
 from shoal.models.passes import choose_passes
 from shoal.models.prompt_passes import feed_carrying, feed_prefix, feed_prompts
 from shoal.models.runner import Runner
-from shoal.models.transformers_executors import C_DECODER
 from shoal.models.weights.matrix import AS_IS, PACKED
 from shoal.models.weights.panels import Int8PanelMatrix, PanelMatrix
 from shoal.types.requests import Prefix

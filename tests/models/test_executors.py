@@ -1,6 +1,6 @@
 """Which executor computes a pass, for models x settings x kinds of pass, and what is said of the others.
 
-Tests of: models.executor, models.transformers_executors, models.structure, models.passes,
+Tests of: models.executor, models.executor, models.structure, models.passes,
 models.runner (explain, executors), cli.check_model (executors).
 """
 

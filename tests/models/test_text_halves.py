@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import shoal
 from shoal.errors import UnsupportedModel
 from shoal.models import formats
-from shoal.models.transformers_executors import C_DECODER
+from shoal.models.executor import C_DECODER
 from shoal.native.build import missing
 from shoal.testing import fill, tiny_model, tiny_tokenizer
 

@@ -32,8 +32,7 @@ from shoal.models.attention import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
 from shoal.models.attention.unfused import pad
 from shoal.models.cache import SlotCache
-from shoal.models.executor import embedded
-from shoal.models.structure import Structure, last_column
+from shoal.models.structure import Structure, embedded, last_column
 
 NAME, STATIC_NAME = "shoal", "shoal-static"
 """The attention implementations that models are switched to."""

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import UnsupportedModel
+from shoal.models.executor import C_DECODER
 from shoal.models.gguf import LEAST_BITS, no_smaller_copy
 from shoal.models.gguf.gguf_runner import GgufRunner
 from shoal.models.load_report import LOG
@@ -21,7 +22,6 @@ from shoal.models.passes import use_lean_passes
 from shoal.models.quantize import Int8Linear, with_layers
 from shoal.models.runner import Runner
 from shoal.models.structure import Belongings
-from shoal.models.transformers_executors import C_DECODER
 from shoal.models.weights import LINEARS
 from shoal.models.weights.groups import GROUP, GroupLinear, Groups
 from shoal.models.weights.layers import plain

@@ -16,8 +16,8 @@ from typing import Literal
 
 from shoal.models.attention.methods import resolved
 from shoal.models.compiled.captures import CAPTURED
+from shoal.models.executor import C_DECODER, C_LAYERS, TRITON_LAYERS
 from shoal.models.runner import Runner
-from shoal.models.transformers_executors import C_DECODER, C_LAYERS, TRITON_LAYERS
 
 StageName = Literal["tokenizer", "weights", "packing", "checking", "passes", "preparing", "ready"]
 StageModel = Literal["target", "draft", "guide", "expert", "pair"]
@@ -144,7 +144,7 @@ def described(runner: Runner) -> dict[str, str]:
         weights: the order of the weights in memory (`shoal.models.weights`).
         quantize: the 8-bit format, or "off".
         attention: the method, with "auto" resolved.
-        passes: the executor of passes of a few tokens (`shoal.models.transformers_executors`), and
+        passes: the executor of passes of a few tokens (`shoal.models.executor`), and
             the reason why a faster one is not used.
         strict: the proof of strict passes, or "off".
         kv: the format that keys and values are rounded to, or "off".

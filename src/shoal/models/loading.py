@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shoal.errors import ModelError, RequestError, UnsupportedModel
 from shoal.models import formats, weights
+from shoal.models.executor import C_DECODER
 from shoal.models.gguf.gguf_runner import load_gguf, require_own_options
 from shoal.models.gguf.own import ROUNDED, own_model
 from shoal.models.lean import in_family
@@ -28,7 +29,6 @@ from shoal.models.selfcheck import self_check
 from shoal.models.sources import gguf_of
 from shoal.models.structure import capabilities, keeps_states
 from shoal.models.tensor_parallel import lead, require_ranks
-from shoal.models.transformers_executors import C_DECODER
 from shoal.models.vocabulary import with_head_of
 from shoal.models.weights.groups import GroupLinear
 from shoal.native.build import missing

@@ -26,6 +26,7 @@ from shoal.models.attention.fused import Card
 from shoal.models.attention.methods import KV_BLOCK, method_named, resolved
 from shoal.models.compiled import executor_for
 from shoal.models.compiled.captures import CAPTURED
+from shoal.models.executor import C_DECODER, TRITON_LAYERS
 from shoal.models.layers import WeightOnly8Bit
 from shoal.models.layers.triton_decoder import fused_layers_of
 from shoal.models.lean import decoder_of, obstacle
@@ -34,7 +35,6 @@ from shoal.models.lean.whole import whole_pass
 from shoal.models.quantize import Int8Linear, byte_matrix_of
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import largest_error, tolerance
-from shoal.models.transformers_executors import C_DECODER, TRITON_LAYERS
 from shoal.models.weights import LINEARS
 from shoal.models.weights.groups import GroupLinear, group_matrix_of
 from shoal.native.build import SUFFIXES, missing, remark

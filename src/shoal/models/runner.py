@@ -18,17 +18,20 @@ from shoal.models.cache.pass_plan import PACK_FROM, Parents
 from shoal.models.compiled.captures import CAPTURED
 from shoal.models.device import RunnerCounts
 from shoal.models.executor import (
+    CDecoder,
     Executor,
     Explanation,
+    LayerLoop,
+    Modules,
     PassBatch,
     PassOutput,
     Refusal,
+    TritonLayers,
     first_of,
-    require_vectors,
 )
 from shoal.models.lean.forward import LeanPass
 from shoal.models.runner_parts import CacheMemory, ModelFacts
-from shoal.models.transformers_executors import CDecoder, LayerLoop, Modules, TritonLayers
+from shoal.models.structure import require_vectors
 from shoal.types.requests import Prefix
 
 

@@ -4,7 +4,8 @@ Known before its first token are its attention path, its context, and whether it
 different lengths (`capabilities`).
 
 Passes without the model's modules, and captured passes, know only the weights and layers that the
-model had. Adapters, hooks and replaced tensors work in the modules alone.
+model had. Adapters, hooks and replaced tensors work in the modules alone. Inputs may be vectors in
+place of tokens, where the model takes them (`embedded`).
 
 Objects that are made once for a model lie in it and are freed with it. A `WeakKeyDictionary` does
 not do this. It frees a value with its key, but here values lead to their keys (a runner holds its
@@ -17,7 +18,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, Generic, TypeVar
@@ -273,3 +274,25 @@ class Structure:
 
 def _is_transformers(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+def embedded(ids: Tensor, table: Callable[[Tensor], Tensor], vectors: Tensor | None) -> Tensor:
+    """Returns the embeddings [..., width] of ids [...] int64, some of which are vectors.
+
+    Args:
+        table: the function from ids of tokens [...] to embeddings [..., width].
+        vectors: [count, width]; None if all ids are tokens.
+    """
+    if vectors is None:
+        return table(ids)
+    others = vectors[(-1 - ids).clamp(min=0)]
+    return torch.where((ids < 0)[..., None], others, table(ids.clamp(min=0)))
+
+
+def require_vectors(hf: Any, name: str) -> None:
+    """Raises UnsupportedModel if the model takes ids alone."""
+    if "inputs_embeds" not in signature(hf.forward).parameters:
+        raise UnsupportedModel(
+            f"{name} takes ids of tokens alone, and this drafter feeds vectors of its own: take "
+            f"another one"
+        )

@@ -142,7 +142,7 @@ class Stats(Seconds):
             These choices may change the tokens of a seed, as they change rounding or drafts. Empty
             for an engine made by hand. A sum keeps the first that is not empty.
         executors: the passes of "target", "draft", "guide", "expert", with prompts, by the
-            name of the executor that computed them (`shoal.models.transformers_executors`).
+            name of the executor that computed them (`shoal.models.executor`).
         updates_behind: the updates of the target's weights since the drafter's own were written
             last (`Shoal.realign`); 0 for a drafter without weights of its own. A sum keeps the
             highest.

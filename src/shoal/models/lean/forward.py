@@ -19,9 +19,9 @@ from shoal.models.attention.methods import Method
 from shoal.models.attention.unfused import takes
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.row_store import SCALE_BYTES
-from shoal.models.executor import embedded
 from shoal.models.lean import Angles, Decoder, Norm
 from shoal.models.lean.whole import WholePass
+from shoal.models.structure import embedded
 from shoal.native import AttentionStruct, HeadsStruct
 from shoal.native.build import SUFFIXES, library
 

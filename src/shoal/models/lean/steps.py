@@ -18,8 +18,8 @@ from shoal.config import Sampling
 from shoal.models.attention.unfused import takes
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.draft_functions import DraftedStep
+from shoal.models.executor import C_DECODER
 from shoal.models.lean.whole import WholePass, require_done
-from shoal.models.transformers_executors import C_DECODER
 from shoal.native import DraftStepStruct, DrawsStruct
 from shoal.native.build import SUFFIXES, library
 from shoal.sampling.native_draws import block_of, settings_of

@@ -35,8 +35,8 @@ from shoal.drafting.captured_kinds import PENDING
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
 from shoal.models.attention.fused import Card, tiling
+from shoal.models.compiled import EXECUTORS
 from shoal.models.compiled.block import reservation
-from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection
 from shoal.testing import tiny_model

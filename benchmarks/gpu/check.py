@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from common import PRETEND, arguments, deliver, device_or_exit
 from shoal.bench.work import ceilings
-from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.compiled import EXECUTORS
 from shoal.models.lean import Norm
 
 TOKENS, WIDTH = 8, 4096

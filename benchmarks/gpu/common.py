@@ -18,7 +18,7 @@ from rich.table import Table
 
 from provenance import place_of_results, write_results
 from shoal.bench.machine import machine
-from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.compiled import EXECUTORS
 from shoal.models.runner import Runner
 
 PRETEND = "pretend"

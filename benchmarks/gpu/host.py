@@ -28,9 +28,10 @@ from shoal.config import Limits, Sampling
 from shoal.drafting import captured
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
-from shoal.models import loading
-from shoal.models.compiled import Captures, executors, transfer
+from shoal.models import compiled, loading
+from shoal.models.compiled import transfer
 from shoal.models.compiled.captured_round import CapturedRound
+from shoal.models.compiled.captures import Captures
 from shoal.models.compiled.transfer import Arrival
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model
@@ -90,13 +91,13 @@ class Watch:
             sys.setprofile(None)
 
 
-def nothing_computed(watch: Watch) -> Callable[[torch.device], executors.Executor]:
+def nothing_computed(watch: Watch) -> Callable[[torch.device], compiled.Executor]:
     """Returns an executor that runs a function once; its replays launch nothing.
 
     Their verdicts accept each number of drafts equally often, by turns and differently by row.
     """
 
-    def execute(run: executors.Run) -> executors.Run:
+    def execute(run: compiled.Run) -> compiled.Run:
         result: Any = run()
         verifies = getattr(run, "__name__", "") == "verified"
         turns = itertools.count()
@@ -141,7 +142,7 @@ def standing_still(watch: Watch, ahead: bool) -> Iterator[None]:
         "check_verdict": lambda round_, *_: round_.checked("verify"),
     }
     with (
-        mock.patch.dict(executors.EXECUTORS, graphed=nothing_computed(watch)),
+        mock.patch.dict(compiled.EXECUTORS, graphed=nothing_computed(watch)),
         mock.patch.object(transfer, "Arrival", Watched),
         mock.patch.object(Captures, "replays", new=ahead),
         mock.patch.object(CapturedRound, "_first_replays", nothing_to_compare),

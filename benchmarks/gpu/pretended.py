@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 
 from pretend import DEVICE, Pretend, moved
 from recorder import Recorder
-from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.compiled import EXECUTORS
 
 MEMORY = 16 << 30
 

@@ -22,9 +22,8 @@ from recorder import Recorder
 from shoal.api import Shoal
 from shoal.models import loading
 from shoal.models.attention import fused, methods
-from shoal.models.compiled import obstacle
+from shoal.models.compiled import EXECUTORS, obstacle
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.passes import use_fused_layers
 from shoal.models.runner import Runner
 from shoal.testing import tiny_model

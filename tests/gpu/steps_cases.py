@@ -22,9 +22,8 @@ from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.compiled import round_functions
+from shoal.models.compiled import EXECUTORS, round_functions
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.executor import TRITON_LAYERS
 from shoal.models.layers import draw_kernels
 from shoal.models.layers import gpu_draws as on_gpu

@@ -1,7 +1,7 @@
 """Captured rounds that are built before a row asks for them, and again when caches have changed their size.
 
 Tests of: drafting.captured_kinds, models.compiled.captured_round, models.compiled.round_functions,
-models.compiled.executors.
+models.compiled.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from shoal.config import Limits, Sampling
 from shoal.drafting import captured_kinds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
-from shoal.models.compiled import block
+from shoal.models.compiled import EXECUTORS, block
 from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.captures import MOST_KINDS
-from shoal.models.compiled.executors import EXECUTORS
 from shoal.sampling.acceptance import Rejection
 from shoal.serve.engine_thread import EngineThread
 from shoal.testing.drafters import engine_of, runners_of

@@ -24,8 +24,8 @@ from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Auto, EvenAuto, Fixed
 from shoal.models import loading
+from shoal.models.compiled import EXECUTORS
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import RULES, decides_chains
 from shoal.testing import tiny_model

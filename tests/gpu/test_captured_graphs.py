@@ -1,6 +1,6 @@
 """How passes are captured, shown on a model of CUDA's streams, graphs and memory: what real ones do when they are used wrongly.
 
-Tests of: models.compiled.executors.
+Tests of: models.compiled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.models.compiled import executors
-from shoal.models.compiled.executors import Graphs
+from shoal.models import compiled
+from shoal.models.compiled import Graphs
 
 DEVICE = torch.device("cpu")  # nothing is computed: the model below stands in for torch.cuda
 
@@ -29,7 +29,7 @@ class Cuda:
         self.workspaces: dict[str, int | None] = {}  # by stream: the pool it lies in, None = ordinary memory
         self.pools, self.modes, self.freed = 0, set(), 0
 
-    # what `executors` calls, as torch.cuda has it
+    # what `compiled` calls, as torch.cuda has it
 
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
@@ -123,7 +123,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Waits("own"))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", made.clear_workspaces, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end_pool, raising=False)
-    monkeypatch.setattr(executors, "_streams", {})
+    monkeypatch.setattr(compiled, "_streams", {})
     return made
 
 
@@ -157,7 +157,7 @@ def test_graphs_after_the_last_one_of_a_pool_get_another(cuda: Cuda) -> None:
     del graphs
 
 
-@pytest.mark.parametrize("call", range(executors.WARM_UPS + 1))
+@pytest.mark.parametrize("call", range(compiled.WARM_UPS + 1))
 def test_a_last_graph_that_ends_during_a_capture_leaves_no_pool_without_users(cuda: Cuda, call: int) -> None:
     """It may become garbage in the warm-up of the next, which then has a pool of its own, or within its capture."""
     _, run = seen_by(cuda)
@@ -170,7 +170,7 @@ def test_a_last_graph_that_ends_during_a_capture_leaves_no_pool_without_users(cu
         run()
 
     graphs.append(shared(ends))
-    assert cuda.pools == (1 if call == executors.WARM_UPS else 2)
+    assert cuda.pools == (1 if call == compiled.WARM_UPS else 2)
     graphs.append(shared(run))
     assert sum(cuda.users.values()) == 2
 
@@ -178,7 +178,7 @@ def test_a_last_graph_that_ends_during_a_capture_leaves_no_pool_without_users(cu
 def test_warm_up_and_capture_are_on_one_stream_of_our_own(cuda: Cuda) -> None:
     log, run = seen_by(cuda)
     Graphs(DEVICE)(run)
-    assert [stream for stream, _ in log] == ["own"] * (executors.WARM_UPS + 1)
+    assert [stream for stream, _ in log] == ["own"] * (compiled.WARM_UPS + 1)
     assert cuda.modes == {"thread_local"}
     assert cuda.streams == ["default"]
 
@@ -199,7 +199,7 @@ def test_a_failed_capture_leaves_no_trace(cuda: Cuda, breaks: bool, monkeypatch:
 
     def run() -> None:
         cuda.matmul()
-        if next(calls) == executors.WARM_UPS:
+        if next(calls) == compiled.WARM_UPS:
             raise ValueError("a host read")
 
     with pytest.raises(ValueError, match="a host read"):  # the first error, not what followed from it
@@ -216,17 +216,17 @@ def test_one_thread_captures_at_a_time(cuda: Cuda) -> None:
 
     def run() -> None:
         order.append("one")
-        if len(order) == executors.WARM_UPS + 1:
+        if len(order) == compiled.WARM_UPS + 1:
             other.start()
             other.join(0.2)  # it waits for this one
 
     Graphs(DEVICE)(run)
     other.join()
-    assert order == ["one"] * (executors.WARM_UPS + 1) + ["other"] * (executors.WARM_UPS + 1)
+    assert order == ["one"] * (compiled.WARM_UPS + 1) + ["other"] * (compiled.WARM_UPS + 1)
 
 
 def test_nothing_is_collected_during_a_capture(cuda: Cuda) -> None:
     enabled = []
     Graphs(DEVICE)(lambda: enabled.append(gc.isenabled()))
-    assert enabled == [True] * executors.WARM_UPS + [False]
+    assert enabled == [True] * compiled.WARM_UPS + [False]
     assert gc.isenabled()

@@ -1,7 +1,7 @@
 """Rule 4 of capture (docs/explanation/captured-rounds.md): what depends on settings is part of the key: no function serves others.
 
 Tests of: models.compiled, drafting.captured_kinds, models.compiled.captured_round,
-models.compiled.round_functions, models.compiled.executors.
+models.compiled.round_functions, models.compiled.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shoal.engine.engine import Engine
 from shoal.errors import InternalError
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
-from shoal.models.compiled import Captures
+from shoal.models.compiled import EXECUTORS
 from shoal.models.compiled.captured_round import CapturedRound
-from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.compiled.captures import Captures
 from shoal.models.compiled.round_functions import Kind
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule

@@ -1,6 +1,6 @@
 """The engine on a device that pretends to be a GPU: same tokens, and what a round asks of the host.
 
-Tests of: models.compiled.draft_functions, drafting.captured, models.compiled.executors.
+Tests of: models.compiled.draft_functions, drafting.captured, models.compiled.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.compiled import draft_functions, obstacle
+from shoal.models.compiled import EXECUTORS, draft_functions, obstacle
 from shoal.models.compiled.captured_round import CapturedRound
-from shoal.models.compiled.executors import EXECUTORS
 from shoal.testing import tiny_model
 from shoal.testing.architectures import ARCHITECTURES
 from shoal.testing.drafters import engine_of, runners_of

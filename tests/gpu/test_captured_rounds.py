@@ -1,7 +1,7 @@
 """Rounds as captured functions: what their stages decide, checked at the first, and left to the stages where they cannot be.
 
 Tests of: drafting.captured_inputs, models.compiled.block, models.compiled.draft_functions, drafting.captured,
-models.compiled.round_functions, models.compiled.executors.
+models.compiled.round_functions, models.compiled.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Controller, Fixed
-from shoal.models.compiled import draft_functions, round_functions
+from shoal.models.compiled import EXECUTORS, draft_functions, round_functions
 from shoal.models.compiled.block import Block, View
-from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind, RoundFunctions
 from shoal.models.runner import Runner
 from shoal.sampling import truncation

@@ -1,6 +1,6 @@
 """Captured rounds of a model: sizes and buffers, caches, whole runs, settings, and what fails.
 
-Tests of: models.compiled.executors, models.compiled.transfer, models.compiled.block,
+Tests of: models.compiled, models.compiled.transfer, models.compiled.block,
 models.compiled, models.compiled.captures, models.attention.fused.
 """
 
@@ -43,10 +43,9 @@ from shoal.models import loading
 from shoal.models.attention import AttentionInputs
 from shoal.models.attention.methods import METHODS
 from shoal.models.cache import Plan
-from shoal.models.compiled import Captures, captures, executor_for, obstacle
+from shoal.models.compiled import EXECUTORS, Executor, Run, captures, executor_for, obstacle
 from shoal.models.compiled.block import MOST_LAYOUTS, Block, Bucket, keys_for, reservation, step_up
-from shoal.models.compiled.captures import CAPTURED, MOST_KINDS, PATIENCE, Failures, compare
-from shoal.models.compiled.executors import EXECUTORS, Executor, Run
+from shoal.models.compiled.captures import CAPTURED, MOST_KINDS, PATIENCE, Captures, Failures, compare
 from shoal.models.executor import MODULES
 from shoal.models.load_report import described
 from shoal.sampling.distributions import probabilities, pure_probabilities

@@ -1,6 +1,6 @@
 """Times of models are those of their device: a GPU goes on while the host has long returned.
 
-Tests of: models.device, drafting.captured, models.compiled.executors.
+Tests of: models.device, drafting.captured, models.compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pretend import Pretend
 from recorder import Recorder
 from shoal.config import Sampling
 from shoal.drafting.captured import CapturedRounds
-from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.compiled import EXECUTORS
 from shoal.models.device import MOST, Moments, RunnerCounts, Spans
 
 CPU = torch.device("cpu")

@@ -19,9 +19,9 @@ from captured_models import runner
 from recorder import Recorder
 from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
+from shoal.models.compiled import EXECUTORS, Executor, Run
 from shoal.models.compiled.block import Block, View
 from shoal.models.compiled.captured_round import FirstReplays
-from shoal.models.compiled.executors import EXECUTORS, Executor, Run
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request

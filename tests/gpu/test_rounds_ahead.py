@@ -25,11 +25,10 @@ from shoal.drafting.captured_inputs import fill_drafting, fill_target
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import Plan
-from shoal.models.compiled import captured_round
+from shoal.models.compiled import EXECUTORS, captured_round
 from shoal.models.compiled.block import Block, Bucket
 from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.captures import CAPTURED
-from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import NextRound
 from shoal.sampling.acceptance import RULES
 from shoal.testing.drafters import engine_of, runners_of

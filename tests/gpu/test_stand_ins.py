@@ -1,7 +1,7 @@
 """What stands in for CUDA graphs and for a GPU finds what they would do wrongly: Python that a replay does not run, memory of
 others, copies that are not over yet.
 
-Tests of: models.compiled.executors, models.compiled.transfer, models.compiled.captured_round.
+Tests of: models.compiled, models.compiled.transfer, models.compiled.captured_round.
 """
 
 from __future__ import annotations

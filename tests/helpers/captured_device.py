@@ -13,7 +13,7 @@ from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading
-from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.compiled import EXECUTORS
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import RULES
 from shoal.testing import tiny_model

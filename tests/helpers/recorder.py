@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretend import READS, SIZES, InCapture, OnDevice, Pretend, held, mapped
-from shoal.models.compiled.executors import Run
+from shoal.models.compiled import Run
 
 
 class Recorder:
-    """Stands in for `shoal.models.compiled.executors.Graphs`, on the CPU or on a pretended device.
+    """Stands in for `shoal.models.compiled.Graphs`, on the CPU or on a pretended device.
 
     Attributes:
         log: "capture" and "replay", as they happened.

@@ -25,8 +25,8 @@ from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
+from shoal.models.compiled import EXECUTORS
 from shoal.models.compiled.block import Block
-from shoal.models.compiled.executors import EXECUTORS
 from shoal.models.compiled.round_functions import Kind
 from shoal.models.load_report import described
 from shoal.models.ranks import Served, SharedCaptures

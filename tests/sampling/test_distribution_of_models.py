@@ -27,7 +27,7 @@ from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Auto, Controller, Fixed, PairCosts
 from shoal.models import loading
-from shoal.models.compiled.executors import EXECUTORS
+from shoal.models.compiled import EXECUTORS
 from shoal.models.quantize import quantized
 from shoal.models.runner import Runner
 from shoal.testing.drafters import engine_of

@@ -28,9 +28,9 @@ from torch.distributed import distributed_c10d
 
 from shoal.errors import OutOfStep, RequestError
 from shoal.models.cache import Plan, SlotCache
-from shoal.models.compiled import Captures
+from shoal.models.compiled import Run
 from shoal.models.compiled.block import Block, Bucket
-from shoal.models.compiled.executors import Run
+from shoal.models.compiled.captures import Captures
 from shoal.models.runner import Runner
 
 TIMEOUT = timedelta(days=365)

@@ -15,7 +15,7 @@ from shoal.models.cache import Plan
 from shoal.models.cache.kept_prompts import KeptPrefixes
 from shoal.models.cache.kept_rows import KeptStates
 from shoal.models.cache.pass_plan import PACK_FROM, Parents
-from shoal.models.compiled.captures import CAPTURED
+from shoal.models.compiled.captures import CAPTURED, Captures
 from shoal.models.device import RunnerCounts
 from shoal.models.executor import (
     CDecoder,
@@ -60,7 +60,7 @@ class Runner(ModelFacts):
         self.hidden_layers: tuple[int, ...] = ()
         self.hidden: Tensor | None = None
         self.vectors: Tensor | None = None
-        self.captures: compiled.Captures | None = None
+        self.captures: Captures | None = None
         self.lean: LeanPass | None = None
 
     @property
@@ -111,8 +111,8 @@ class Runner(ModelFacts):
         else:
             self.absent[CAPTURED] = reason
 
-    def _new_captures(self, executor: str) -> compiled.Captures:
-        return compiled.Captures(self.bridge, self.name, executor, self.attention)
+    def _new_captures(self, executor: str) -> Captures:
+        return Captures(self.bridge, self.name, executor, self.attention)
 
     @property
     def seconds_building(self) -> float:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.models import compiled
 from shoal.models.attention import methods
 from shoal.models.bridge import Bridge
 from shoal.models.cache import SlotCache
 from shoal.models.cache.mixing import Mixers
 from shoal.models.cache.states import StateCache
+from shoal.models.compiled.block import reservation
 from shoal.models.device import explained
 from shoal.models.load_checks import KeptChecks
 from shoal.models.weights import nbytes
@@ -239,5 +239,5 @@ class CacheMemory:
         """
         if self._runner.captures is not None:
             by_kernel = self._runner.captures.knows_prefixes
-            slots, capacity = compiled.reservation(slots, capacity, by_kernel=by_kernel)
+            slots, capacity = reservation(slots, capacity, by_kernel=by_kernel)
         return slots, -(-capacity // self._runner.kv_block) * self._runner.kv_block

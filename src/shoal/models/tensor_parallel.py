@@ -25,10 +25,9 @@ from torch import Tensor
 
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.models.cache import SlotCache
-from shoal.models.compiled import Captures
+from shoal.models.compiled import Run
 from shoal.models.compiled.block import Bucket
-from shoal.models.compiled.captures import CAPTURED
-from shoal.models.compiled.executors import Run
+from shoal.models.compiled.captures import CAPTURED, Captures
 from shoal.models.executor import PassBatch, PassOutput
 from shoal.models.ranks import (
     BUILD,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.models.compiled.executors import Run
+from shoal.models.compiled import Run
 from shoal.models.compiled.round_functions import (
     Kind,
     NextRound,

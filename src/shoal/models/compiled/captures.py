@@ -29,8 +29,8 @@ from shoal.errors import InternalError
 from shoal.models.attention.methods import METHODS, resolved
 from shoal.models.bridge import Bridge, ReplacedWeights
 from shoal.models.cache import Plan, SlotCache
+from shoal.models.compiled import EXECUTORS, Executor, Run
 from shoal.models.compiled.block import Block, Bucket, Stores, View, step_up
-from shoal.models.compiled.executors import EXECUTORS, Executor, Run
 from shoal.models.device import is_out_of_memory
 from shoal.models.load_checks import LIMITS, divergences
 
@@ -174,7 +174,7 @@ class Captures:
         bridge: to the Transformers model.
         name: for messages.
         executor: a name in `EXECUTORS`.
-        attention: a name in `ATTENTION` of `shoal.models.compiled.executors`.
+        attention: a name in `ATTENTION` of `shoal.models.compiled`.
 
     Attributes:
         knows_prefixes: rows whose prompt is shared may take part.

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, RepetitionP
 
 from noisy_heads import noisy
 from shoal.config import Limits, Sampling
-from shoal.engine import logprobs
+from shoal.engine.commit import _raw
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed, Lookahead
 from shoal.sampling.distributions import probabilities
@@ -174,7 +174,7 @@ def test_logprobs_before_and_after_processing(name: str, k: int) -> None:
 
 def test_logprobs_of_16_bit_logits_have_32() -> None:
     logits = torch.randn(2, 2, 9, generator=torch.Generator().manual_seed(1)).bfloat16()
-    (one, other) = logprobs._raw(logits, [[3, 4], [5]], [[0, 1], [0]])
+    (one, other) = _raw(logits, [[3, 4], [5]], [[0, 1], [0]])
     exact = logits.float().log_softmax(-1)
     assert [*one, *other] == pytest.approx([float(exact[0, 0, 3]), float(exact[0, 1, 4]), float(exact[1, 0, 5])], abs=1e-6)
 

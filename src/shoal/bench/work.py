@@ -9,10 +9,10 @@ apart: the share is that of decoding.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-import math
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any

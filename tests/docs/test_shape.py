@@ -22,8 +22,8 @@ SHORT, LONG, SCREEN = 60, 400, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 363,
-    "lines": 88_140,
+    "modules": 323,
+    "lines": 87_448,
     "short modules": 3,
     "long modules": 0,
     "long functions": 4,
@@ -33,7 +33,7 @@ BOUNDS = {
     "classes of many members": 0,
     "calls of many positions": 0,
     "class names used twice": 0,
-    "module names used twice": 2,
+    "module names used twice": 1,
     "docstrings without a subject": 0,
     "fields side by side": 0,
     "words of the design": 2_617,

@@ -23,6 +23,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.memory import grown
 from shoal.engine.running_rows import PlainRows
 from shoal.engine.scheduler import CHUNK, Scheduler
+from shoal.engine.waiting import Fairness
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.testing.drafters import engine_of
@@ -375,6 +376,18 @@ def test_expired_rows_run_or_wait() -> None:
     assert scheduler.expire(9.0) == late[:1]
     assert scheduler.expire(9.0) == []
     assert list(scheduler.next_round().rows) == never
+
+
+def test_no_row_pauses_while_a_prompt_is_entering() -> None:
+    """The row that waits could not have its slot yet."""
+    scheduler, rows = Scheduler(2, chunk=2, fairness=Fairness(1)), [group(0, 1), group(1, 1, length=9), group(2, 1)]
+    for own in rows[:2]:
+        scheduler.add(own)
+        scheduler.next_round()
+    scheduler.add(rows[2])
+    scheduler.fairness.serve(rows[0][0], 50)
+    assert scheduler.slots.filling is rows[1][0]
+    assert scheduler.to_pause() is None
 
 
 def test_a_row_that_begins_again_has_its_deadline() -> None:

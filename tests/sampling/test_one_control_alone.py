@@ -20,6 +20,7 @@ from shoal.drafting.tree_model import TreeDrafter
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
+from shoal.sampling.controls import groups
 from shoal.sampling.distributions import probabilities
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer
 from shoal.testing.drafters import engine_of
@@ -55,6 +56,16 @@ def row(sampling: Sampling) -> Row:
 def test_every_field_has_another_value() -> None:
     guided = {"guidance", "plausibility", "posterior", "negative_prompt", "positive_prompt"}  # in the logits already
     assert sorted({*OTHER, *guided}) == sorted(field.name for field in fields(Sampling))
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [("processors", [odd], [len]), ("logit_bias", {9: 3.0}, {8: 3.0}), ("bad_words", [[3, 7]], [[3, 8]])],
+)
+def test_rows_of_unlike_containers_are_computed_apart(name: str, one: Any, other: Any) -> None:
+    rows = [row(replace(BASE, **{name: value})) for value in (one, other, one)]
+    rows[2].request = rows[0].request
+    assert [places for _, places in groups(rows)] == [[0, 2], [1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])

@@ -74,6 +74,10 @@ def test_every_end_of_a_row_is_masked_as_the_end() -> None:
         allowed = masks.allowed(Positions([row], [[]]), torch.zeros(1, 1, 4))
         assert allowed is not None
         assert allowed[0, 0].tolist() == [True, False, ends, ends]
+    rows = [row_of([Says([False] * 4, True)], eos=[end]) for end in (3, 1)]
+    allowed = masks.allowed(Positions(rows, [[], []]), torch.zeros(2, 1, 4))
+    assert allowed is not None
+    assert allowed[:, 0].nonzero().tolist() == [[0, 3], [1, 1]]  # each its own
 
 
 def test_a_conjunction_ends_where_all_end() -> None:

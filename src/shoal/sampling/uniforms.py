@@ -210,12 +210,16 @@ def row_seeds(group: int, first: int, end: int) -> list[int]:
 
 AHEAD = 64
 """The number of positions that are computed at once."""
-NOWHERE = (0, -AHEAD)
+NOWHERE = (0, -AHEAD, 0)
 """The place of a row whose positions were never computed: they are long past."""
 
 
 class UniformsAhead:
     """The uniforms of the rows of one engine, on the host.
+
+    Where rounds are numbered, the table holds those of plain rounds, in which a row's number of
+    rounds grows with its position. Rounds with drafts, whose later positions have the same number,
+    are computed one by one.
 
     Args:
         rule: the rule that the uniforms are for.
@@ -224,67 +228,87 @@ class UniformsAhead:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._table = np.empty(0)  # [places * AHEAD, ...]
-        # By the row's serial: its place in the table, and its first position there.
-        self._places: dict[int, tuple[int, int]] = {}
+        # By the row's serial: its place in the table, its first position there, and the rounds
+        # that it was behind that position; 0 where rounds are not numbered.
+        self._places: dict[int, tuple[int, int, int]] = {}
 
     def of_round(self, rows: Sequence[Row], width: int, numbered: bool, later: int = 0) -> Tensor:
         """Returns the uniforms of the rows' next `width` positions, [rows, width, ...].
 
-        The table holds the numbers that `Rule.uniforms` computes.
+        They are the numbers that `Rule.uniforms` computes.
 
         Args:
             numbered: True gives every round numbers of its own, if the rule's numbers depend on
                 rounds at all.
             later: the number of rounds from now on to the round.
         """
-        firsts = [len(row.tokens) for row in rows]
-        if width > AHEAD or (numbered and self._rule.numbers_rounds):
+        by_round = numbered and self._rule.numbers_rounds
+        if width > AHEAD or (by_round and (width > 1 or later)):
+            firsts = [len(row.tokens) for row in rows]
             rounds = [row.rounds + later for row in rows] if numbered else None
             return self._rule.uniforms([row.seed for row in rows], firsts, width, rounds)
-        places = [self._places.get(row.serial, NOWHERE) for row in rows]
-        used = [first - base for (_, base), first in zip(places, firsts, strict=True)]
-        if max(used) > AHEAD - width:
-            # Rows that need new positions soon are computed too, or each round would compute some.
-            least = min(AHEAD - width + 1, AHEAD // 2)
-            self._compute(
-                [row for row, count in zip(rows, used, strict=True) if count >= least], rows
-            )
-            places = [self._places[row.serial] for row in rows]
-            used = [first - base for (_, base), first in zip(places, firsts, strict=True)]
-        starts = [AHEAD * place + count for (place, _), count in zip(places, used, strict=True)]
-        return torch.from_numpy(self._table[np.add.outer(starts, np.arange(width))])
+        return self._from_table(rows, width, by_round)
 
     def of_rounds(self, rows: Sequence[Row], rounds: int, numbered: bool) -> Tensor:
-        """Returns the uniforms of the rows' next plain rounds, [rows, rounds, ...].
+        """Returns the uniforms of the next plain rounds, at most `AHEAD`, [rows, rounds, ...].
 
         Args:
             numbered: see `of_round`.
         """
-        if not (numbered and self._rule.numbers_rounds):
-            return self.of_round(rows, rounds, False)
-        seeds = [row.seed for row in rows for _ in range(rounds)]
-        firsts = [len(row.tokens) + later for row in rows for later in range(rounds)]
-        numbers = [row.rounds + later for row in rows for later in range(rounds)]
-        found = self._rule.uniforms(seeds, firsts, 1, numbers)
-        return found.view(len(rows), rounds, *found.shape[2:])
+        return self._from_table(rows, rounds, numbered and self._rule.numbers_rounds)
 
-    def _compute(self, wanted: Sequence[Row], rows: Sequence[Row]) -> None:
+    def _from_table(self, rows: Sequence[Row], width: int, by_round: bool) -> Tensor:
+        places = [self._places.get(row.serial, NOWHERE) for row in rows]
+        used = [_used(row, place, by_round) for row, place in zip(rows, places, strict=True)]
+        if max(used) > AHEAD - width:
+            # Rows that need new positions soon are computed too, or each round would compute some.
+            least = min(AHEAD - width + 1, AHEAD // 2)
+            wanted = [row for row, count in zip(rows, used, strict=True) if count >= least]
+            self._compute(wanted, rows, by_round)
+            places = [self._places[row.serial] for row in rows]
+            used = [_used(row, place, by_round) for row, place in zip(rows, places, strict=True)]
+        starts = [AHEAD * place[0] + count for place, count in zip(places, used, strict=True)]
+        return torch.from_numpy(self._table[np.add.outer(starts, np.arange(width))])
+
+    def _compute(self, wanted: Sequence[Row], rows: Sequence[Row], by_round: bool) -> None:
         """Computes the next positions of the rows that are `wanted`.
 
         They take places of their own in the table, or the places of rows that have left.
         """
         kept = {row.serial: self._places[row.serial] for row in rows if row.serial in self._places}
-        taken = {place for place, _ in kept.values()}
+        taken = {place[0] for place in kept.values()}
         free = (place for place in range(len(rows)) if place not in taken)
         places = [kept[row.serial][0] if row.serial in kept else next(free) for row in wanted]
         firsts = [len(row.tokens) for row in wanted]
-        found = self._rule.uniforms([row.seed for row in wanted], firsts, AHEAD, None).numpy()
+        found = self._next_positions(wanted, by_round)
+        behind = [_behind(row, by_round) for row in wanted]
         self._places = kept | {
-            row.serial: both
-            for row, both in zip(wanted, zip(places, firsts, strict=True), strict=True)
+            row.serial: place
+            for row, place in zip(wanted, zip(places, firsts, behind, strict=True), strict=True)
         }
-        missing = AHEAD * (1 + max(place for place, _ in self._places.values())) - len(self._table)
+        missing = AHEAD * (1 + max(place[0] for place in self._places.values())) - len(self._table)
         if missing > 0:
             empty = np.empty((missing, *found.shape[2:]), found.dtype)
             self._table = np.concatenate([self._table, empty]) if len(self._table) else empty
         self._table.reshape(-1, AHEAD, *found.shape[2:])[places] = found
+
+    def _next_positions(self, rows: Sequence[Row], by_round: bool) -> npt.NDArray[np.float64]:
+        """Returns the uniforms of the next positions of rows, [rows, AHEAD, ...]."""
+        if not by_round:
+            firsts = [len(row.tokens) for row in rows]
+            return self._rule.uniforms([row.seed for row in rows], firsts, AHEAD, None).numpy()
+        seeds = [row.seed for row in rows for _ in range(AHEAD)]
+        firsts = [len(row.tokens) + later for row in rows for later in range(AHEAD)]
+        numbers = [row.rounds + later for row in rows for later in range(AHEAD)]
+        found = self._rule.uniforms(seeds, firsts, 1, numbers).numpy()
+        return found.reshape(len(rows), AHEAD, *found.shape[2:])
+
+
+def _behind(row: Row, by_round: bool) -> int:
+    """Returns the rounds that a row is behind its position; 0 where rounds are not numbered."""
+    return len(row.tokens) - row.rounds if by_round else 0
+
+
+def _used(row: Row, place: tuple[int, int, int], by_round: bool) -> int:
+    """Returns the positions of a row's place that are used up, all after a round with drafts."""
+    return len(row.tokens) - place[1] if _behind(row, by_round) == place[2] else AHEAD

@@ -154,8 +154,8 @@ def test_another_answer_and_the_choice_between_all(talk: Chat) -> None:
 
 def test_settings(talk: Chat) -> None:
     lines = [
-        "/set max_tokens 3", "one", "/set stop n", "/set max-new-tokens default", "two", "/set seed 1", "/set", "/set seed none",
-        "/set n 2", "three",
+        "/set max_tokens 3", "one", "/stats", "/set stop n", "/set max-new-tokens default", "two", "/set seed 1", "/set",
+        "/set seed none", "/set n 2", "three",
     ]  # fmt: skip
     found = talk([*lines, "/stats"], "--json", "--max-new-tokens", 30)
     assert found.code == 0
@@ -165,6 +165,7 @@ def test_settings(talk: Chat) -> None:
     assert "\ntemperature 1.0\n" in found.err  # also where the command line does not say it
     assert len(found.answers[2]) == 2
     committed = sum(line["stats"]["committed"] for line in found.lines)
+    assert "asked 1 time: 3 tokens, " in found.err
     assert f"asked 3 times: {committed} tokens, " in found.err
     assert "model: " in found.err
 

@@ -35,6 +35,7 @@ from shoal.cli.options import (
 )
 from shoal.config import Sampling
 from shoal.errors import ModelError, RequestError
+from shoal.values import counted
 
 if TYPE_CHECKING:
     from shoal.api import Shoal
@@ -166,7 +167,7 @@ def _stats(session: ChatSession, _argument: str) -> str:
     if session.stats is None:
         return "nothing was answered yet"
     stats = session.stats
-    lines = [f"asked {session.messages} times: {counts(stats)}"]
+    lines = [f"asked {counted(session.messages, 'time')}: {counts(stats)}"]
     prompts = stats.prefill_tokens + stats.restored_tokens
     lines.append(f"prompts: {prompts} tokens, {stats.restored_tokens} of them kept from before")
     lines += [

@@ -34,8 +34,9 @@ ERROR = 1e-9
 """Of logits of a few units in float64, with norms in float32 all the same: their rounding of equal numbers is equal."""
 ROUNDED = {"gemma2": 1e-5, "deepseek-v3": 1e-5, "codegen": 1e-5}
 """Where such float32 parts round numbers that differ in their last bits. A wrong mask or position costs 0.1."""
-ARCHITECTURES = ("llama", "qwen2-sliding", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "codegen")
-"""GQA; a sliding window of 8; soft caps and windows; learned positions; sinks; MLA; a model that attends by its own code."""
+ARCHITECTURES = ("llama", "qwen2-sliding", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "codegen", "llama4")
+"""GQA; a sliding window of 8; soft caps and windows; learned positions; sinks; MLA; a model that attends by its own code; chunks
+of 8 and layers that count columns."""
 METHODS = ("reference", "pad", "split", "bifurcated", "strict")
 
 

@@ -333,7 +333,6 @@ REASONS = {
     **dict.fromkeys(("deepseek-v3.2", "glm-moe-dsa", "qwen4-exp"), "indexers choose each token's keys"),
     "rwkv": "recurrent states in an object of its own kind",
     "t5": "encoder-decoder",
-    "llama4": "chunked attention is not implemented for ragged rows",
 }
 
 

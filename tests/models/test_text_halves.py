@@ -40,6 +40,7 @@ LOADED = {
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "internvl": "Qwen3ForCausalLM",
+    "llama4": "Llama4ForCausalLM",
     "llava": "LlamaForCausalLM",
     "mistral3": "MistralForCausalLM",
     "qwen3.5": "Qwen3_5ForCausalLM",
@@ -72,7 +73,11 @@ def saved(model: Any, place: Path) -> Path:
 
 
 def generated(model: Any, prompt: list[int]) -> tuple[int, ...]:
-    """Greedy ids of Transformers' own `generate`, one prompt alone."""
+    """Greedy ids of Transformers' own `generate`, one prompt alone.
+
+    The whole of Llama 4 ends in an AttributeError without an image (5.24): its half says them.
+    """
+    model = model.language_model if type(model).__name__.startswith("Llama4") else model
     block = torch.tensor([prompt])
     out = model.generate(block, attention_mask=torch.ones_like(block), max_new_tokens=NEW, do_sample=False)
     return tuple(out[0, len(prompt) :].tolist())
@@ -102,8 +107,12 @@ def test_text_is_that_of_the_whole(name: str, tmp_path: Path, caplog: pytest.Log
 
 
 def test_a_whole_whose_half_is_refused_is_refused(tmp_path: Path) -> None:
-    place = saved(whole("llama4"), tmp_path)
-    with pytest.raises(UnsupportedModel, match="chunked attention is not implemented for ragged rows"):
+    place = saved(whole("llava"), tmp_path)
+    config = place / "config.json"
+    stored = json.loads(config.read_text())
+    stored["text_config"]["attention_chunk_size"] = 8
+    config.write_text(json.dumps(stored))
+    with pytest.raises(UnsupportedModel, match="does not say which of its layers attend in chunks"):
         shoal.load(place)
 
 

@@ -32,7 +32,7 @@ from shoal.models.attention import AttentionInputs, Masks
 from shoal.models.attention.methods import Method
 from shoal.models.attention.unfused import pad
 from shoal.models.cache import SlotCache
-from shoal.models.structure import Structure, embedded, last_column
+from shoal.models.structure import Structure, chunk_of, embedded, last_column
 
 NAME, STATIC_NAME = "shoal", "shoal-static"
 """The attention implementations that models are switched to."""
@@ -369,8 +369,12 @@ def _attend(
             f"a layer attends from {query.shape[2]} columns in a pass of {plan.q}: the model "
             f"leaves tokens out"
         )
+    inputs = _inputs(state, module, query, key, value, options)
+    chunk = chunk_of(module)
+    if chunk is not None and plan.reach > chunk:  # within the first one, chunks hide nothing
+        return plan.pack(pad(inputs.in_chunks(chunk))), None
     method = pad if options.get("both_ways") else state.method  # no kernel looks behind a column
-    return plan.pack(method(_inputs(state, module, query, key, value, options))), None
+    return plan.pack(method(inputs)), None
 
 
 def _attend_static(

@@ -101,7 +101,7 @@ def require_no_scales(source: object, hf: Any, left: Iterable[str]) -> None:
         )
 
 
-HALVES = ("gemma3", "gemma4", "internvl", "llava", "mistral3")
+HALVES = ("gemma3", "gemma4", "internvl", "llama4", "llava", "mistral3")
 """The model types of multimodal checkpoints whose text half has a class of its own."""
 HALF_NAMES = {
     r"^(model\.)?language_model\.(model\.)?(?!lm_head\.)": "model.",

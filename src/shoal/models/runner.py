@@ -14,7 +14,7 @@ from shoal.models import compiled
 from shoal.models.cache import Plan
 from shoal.models.cache.kept_prompts import KeptPrefixes
 from shoal.models.cache.kept_rows import KeptStates
-from shoal.models.cache.pass_plan import PACK_FROM, Parents
+from shoal.models.cache.pass_plan import ALWAYS, PACK_FROM, Parents
 from shoal.models.compiled.captures import CAPTURED, Captures
 from shoal.models.device import RunnerCounts
 from shoal.models.executor import (
@@ -31,7 +31,7 @@ from shoal.models.executor import (
 )
 from shoal.models.lean.forward import LeanPass
 from shoal.models.runner_parts import CacheMemory, ModelFacts
-from shoal.models.structure import require_vectors
+from shoal.models.structure import chunk_of, require_vectors
 from shoal.types.requests import Prefix
 
 
@@ -106,6 +106,8 @@ class Runner(ModelFacts):
             reason = compiled.obstacle(self.hf)
         if self.mixers is not None and self.attention_path == "interface":
             reason = self.cut_obstacle
+        if self.counts_columns or any(map(chunk_of, self.hf.modules())):
+            reason = "its layers attend in chunks, or count their columns"
         if reason is None:
             self.captures = self._new_captures(executor)
         else:
@@ -240,9 +242,8 @@ class Runner(ModelFacts):
     ) -> Plan:
         """Makes the plan of a pass that appends counts[b] tokens to each row."""
         pack_from = PACK_FROM if self.lean is None else 0.0
-        plan = self.cache.next_plan(
-            slots, counts, self.device, pack_from=pack_from if packed else None, parents=parents
-        )
+        share = ALWAYS if self.counts_columns else pack_from if packed else None
+        plan = self.cache.next_plan(slots, counts, self.device, pack_from=share, parents=parents)
         plan.kv_block = self.kv_block
         return plan
 

@@ -21,6 +21,7 @@ from shoal.models.cache.states import StateCache
 from shoal.models.compiled.block import reservation
 from shoal.models.device import explained
 from shoal.models.load_checks import KeptChecks
+from shoal.models.structure import counts_columns
 from shoal.models.weights import nbytes
 from shoal.models.weights.groups import parameter_count
 from shoal.native.build import expect_forks
@@ -49,6 +50,7 @@ class ModelFacts:
         packs: True if blocks with many unused columns are fed without them, as one sequence.
         shares: True if rows of a group may read one stored prompt.
         takes_trees: False if draft trees cannot be fed: the model finds positions, or keeps states.
+        counts_columns: True if layers want one sequence (`shoal.models.structure`).
         mixers: the modules that keep recurrent states (`shoal.models.mixers`); None if none does.
         forward_context: the function of the context of each pass (`shoal.models.passes`).
         kv: the format of keys and values in the cache, "off" or "int8".
@@ -69,6 +71,7 @@ class ModelFacts:
         expect_forks()
         self.device: torch.device = hf.device
         self.dtype: torch.dtype = hf.dtype
+        self.counts_columns = counts_columns(hf)
         self.mixers: Mixers | None = None
         self.kv = "off"
         self.vocab_size = self.known_ids = int(hf.get_output_embeddings().weight.shape[0])

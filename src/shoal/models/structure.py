@@ -39,6 +39,7 @@ ROPES_BY_LENGTH = ("dynamic", "longrope")
 
 They read the row's positions on the host.
 """
+CHUNKED = "chunked_attention"
 RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "ssm", "rwkv", "hybrid")
 
 
@@ -64,6 +65,30 @@ def keeps_states(hf: Any) -> bool:
     layers = getattr(hf.config.get_text_config(), "layer_types", None) or ()
     recurrent = any(word in layer for layer in layers for word in RECURRENT)
     return recurrent or getattr(hf, "_is_stateful", False)
+
+
+def chunk_of(module: Any) -> int | None:
+    """Returns the size of the chunks of positions that a layer attends within (Llama 4), or None.
+
+    The layer is not told: Transformers writes its chunks into the mask.
+    """
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if index is None or index >= len(kinds) or kinds[index] != CHUNKED:
+        return None
+    size: int | None = getattr(config, "attention_chunk_size", None)
+    return size
+
+
+def counts_columns(hf: Any) -> bool:
+    """Returns True if layers find the positions of their tokens in the cache's length.
+
+    Llama 4's layers without rotary embeddings do, to scale their queries.
+    """
+    return any(
+        getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+        for module in hf.modules()
+    )
 
 
 def last_column(hf: Any) -> int | Tensor:
@@ -94,8 +119,8 @@ def _refusal(hf: Any, config: Any) -> str | None:
         and not {"cache", "past_key_values"} & signature(hf.forward).parameters.keys()
     ):
         return "it keeps recurrent states in an object of its own kind, not in Transformers' cache"
-    if "chunked_attention" in layers or getattr(config, "attention_chunk_size", None):
-        return "its chunked attention is not implemented for ragged rows"
+    if getattr(config, "attention_chunk_size", None) and not layers:
+        return "it does not say which of its layers attend in chunks"
     if getattr(config, "alibi", False):
         return "ALiBi: its position biases are built from a 2D mask shared by all rows"
     if hf.get_output_embeddings() is None:

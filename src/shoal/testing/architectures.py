@@ -154,6 +154,19 @@ ARCHITECTURES: dict[str, Spec] = {
         {"d_model": 32, "n_heads": 4, "max_seq_len": 128, "expansion_ratio": 2},
         names="",
     ),
+    "llama4": Spec(
+        "Llama4TextConfig",
+        HEAD
+        | {
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 0],  # layer 0: chunks
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+        },
+    ),
 }
 """The architectures that shoal decodes."""
 
@@ -379,16 +392,6 @@ REFUSED: dict[str, Spec] = {
         {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
         names="",
         auto="AutoModelForSeq2SeqLM",
-    ),
-    "llama4": Spec(
-        "Llama4TextConfig",
-        HEAD
-        | {
-            "intermediate_size_mlp": 48,
-            "num_local_experts": 2,
-            "attention_chunk_size": 8,
-            "layer_types": ["chunked_attention", "full_attention"],
-        },
     ),
 }
 """The architectures that cannot have rows of different lengths, or that are not causal LMs."""

@@ -72,10 +72,16 @@ class Layout(Protocol):
 
 
 class Masks:
-    """The masks of one pass."""
+    """The masks of one pass.
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    Args:
+        layout: the places of the queries and keys.
+        chunk: the size of the chunks of positions within which a query sees keys; None = all. The
+            rows must have no prefixes then.
+    """
+
+    def __init__(self, layout: Layout, chunk: int | None = None) -> None:
+        self.layout, self.chunk = layout, chunk
         self._made: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -110,8 +116,19 @@ class Masks:
         if words is None:
             return None
         return self.once(
-            ("tree", window), lambda: (layout.positions, within(words, layout.positions, window))
+            ("tree", window),
+            lambda: (layout.positions, within(words, layout.positions, self._recent(window))),
         )
+
+    def _recent(self, window: int | None) -> int | Tensor | None:
+        """Returns how many of the most recent positions a query sees, its own included.
+
+        In chunks it is a number for each query, [rows, q, 1] int64; None = all.
+        """
+        chunk = self.chunk
+        if chunk is None:
+            return window
+        return self.once("recent", lambda: self.layout.positions[..., None] % chunk + 1)
 
     def visible(
         self, window: int | None = None, width: int | None = None, rows: slice = slice(None)
@@ -128,9 +145,11 @@ class Masks:
         layout, tree = self.layout, self.tree(window)
         places = layout.places[rows]
         keys = torch.arange(layout.kv if width is None else width, device=places.device)
+        recent = self._recent(window)
+        recent = recent[rows] if isinstance(recent, Tensor) else recent
         if tree is None:
-            return seen_in_chains(keys, places[..., None], window)
-        return seen_in_trees(keys, places, layout.firsts[rows], tree[1][rows], window)
+            return seen_in_chains(keys, places[..., None], recent)
+        return seen_in_trees(keys, places, layout.firsts[rows], tree[1][rows], recent)
 
     def bias(self, dtype: torch.dtype, window: int | None = None, fold: int = 1) -> Tensor | None:
         """Returns the additive mask over slots, [rows, 1, fold * q, kv].
@@ -147,7 +166,7 @@ class Masks:
         """
         if window is not None and window >= self.layout.kv:
             window = None
-        if window is None and self.layout.kv <= self.layout.common_keys:
+        if (window, self.chunk) == (None, None) and self.layout.kv <= self.layout.common_keys:
             return None
         return self.once((dtype, window, fold), lambda: additive(self.visible(window), dtype, fold))
 
@@ -162,13 +181,14 @@ class Masks:
         )
 
 
-def within(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
+def within(words: Tensor, positions: Tensor, window: int | Tensor | None) -> Tensor:
     """Removes from the words the columns that a sliding window hides, by position; [rows, q] int64.
 
     Args:
         words: [rows, q] int64.
         positions: [rows, q] int64.
-        window: number of most recent positions that a column sees, its own included; None = all.
+        window: number of most recent positions that a column sees, its own included, or a number
+            for each column, [rows, q, 1]; None = all.
     """
     if window is None:
         return words
@@ -178,7 +198,7 @@ def within(words: Tensor, positions: Tensor, window: int | None) -> Tensor:
 
 
 def seen_in_trees(
-    keys: Tensor, places: Tensor, firsts: Tensor, words: Tensor, window: int | None
+    keys: Tensor, places: Tensor, firsts: Tensor, words: Tensor, window: int | Tensor | None
 ) -> Tensor:
     """Computes the keys of its slot that each column sees, [rows, q, kv] bool.
 
@@ -187,6 +207,7 @@ def seen_in_trees(
         places: see `Layout`.
         firsts: see `Layout`.
         words: restricted by `within`, [rows, q].
+        window: see `within`.
     """
     column = keys - firsts[:, None, None]  # [rows, 1, kv]
     inside = (words[..., None] >> column.clamp(0, MOST_NODES)) & 1 > 0
@@ -194,7 +215,7 @@ def seen_in_trees(
     return committed | (inside & (column >= 0) & (column <= MOST_NODES))
 
 
-def seen_in_chains(keys: Tensor, places: Tensor, window: int | None) -> Tensor:
+def seen_in_chains(keys: Tensor, places: Tensor, window: int | Tensor | None) -> Tensor:
     """Computes the keys that a query at each place sees, a bool each."""
     seen = keys <= places
     return seen if window is None else seen & (keys > places - window)
@@ -255,6 +276,15 @@ class AttentionInputs:
         return replace(
             self, key=key, value=value, masks=Masks(whole), shared_key=None, shared_value=None
         )
+
+    def in_chunks(self, size: int) -> AttentionInputs:
+        """Returns the inputs of a layer in which a token sees those of its chunk of positions only.
+
+        Every row has all its keys (`repeated`).
+        """
+        whole = self.repeated()
+        layout = whole.masks.layout
+        return replace(whole, masks=self.masks.once(("chunks", size), lambda: Masks(layout, size)))
 
     @property
     def plan(self) -> Plan:

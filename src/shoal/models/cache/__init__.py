@@ -239,13 +239,20 @@ class SlotCache(RowStore, Cache):
         )
         return self.rows(layer_idx)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
         """Returns the longest row's length before the pass; 0 outside of a pass.
 
         Transformers uses the length only for default positions and masks, which shoal always passes
-        itself.
+        itself. A layer that asks for its own adds its columns' numbers to it, to have positions:
+        such a pass is packed, and the layer is told what those numbers lack, [tokens] int64.
         """
-        return max(self.plan.starts) if self.plan is not None else 0
+        plan = self.plan
+        if plan is None:
+            return 0
+        if layer_idx is None or not (plan.packed or plan.rows == 1):
+            return max(plan.starts)
+        positions = plan.pack(plan.positions)[0]
+        return positions - torch.arange(len(positions), device=plan.device)
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
         return (self.plan.kv if self.plan is not None else 0), 0

@@ -84,6 +84,8 @@ PACK_FROM = 1 / 8
 
 Packing costs 5 % of a small pass.
 """
+ALWAYS = -1.0
+"""The share for which a pass of several rows is packed even where no column is unused."""
 
 
 class PassRows:
@@ -209,7 +211,8 @@ class Plan(PassRows):
         self.into: Prefix | None = None
         columns = len(self.starts) * self.q
         unused = columns - sum(self.counts)
-        self.packed = pack_from is not None and unused > 0 and unused >= pack_from * columns
+        partly = pack_from is not None and unused > 0 and unused >= pack_from * columns
+        self.packed = partly or (pack_from == ALWAYS and self.rows > 1)
 
     @staticmethod
     def of_prompt(prefix: Prefix, start: int, count: int, device: torch.device) -> Plan:

@@ -7,6 +7,7 @@ Tests of: drafting.early_exit, drafting.target_keys, models.target_models, draft
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,26 @@ import torch
 from torch import Tensor
 
 import shoal
+from enumeration import chi_square
 from exits import ALPHA, PASSES, V, difference_to_anew, model_of, run, runner_of, states_after
+from laws import declared_law, joint
 from proposals import p_of_two_tokens, recorded
 from shoal.config import Limits, Sampling
 from shoal.drafting.early_exit import EarlyExitDrafter, ExitChoice, best, candidates, tokens_per_layer
 from shoal.drafting.model import ModelDrafter
+from shoal.drafting.ngram import NGramDrafter
 from shoal.drafting.protocol import DraftInputs, name_of
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
 from shoal.drafting.target_keys import self_drafter
+from shoal.drafting.text import NOTHING, Guess
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError, UnsupportedModel
 from shoal.lookahead.controller import by_name
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.models.target_models import first_layers, head_of
+from shoal.native.build import missing
 from shoal.sampling.acceptance import Coupled, Rejection
 from shoal.testing import save_pair, tiny_model
 from shoal.testing.drafters import check_drafter
@@ -47,6 +53,12 @@ def target(request: pytest.FixtureRequest) -> Runner:
 @pytest.fixture(scope="module")
 def quick() -> Runner:
     return runner_of(PASSES[-1])
+
+
+@pytest.fixture(scope="module")
+def wide() -> Runner:
+    """Layers that have copies in 4 bits."""
+    return runner_of(PASSES[-1], model_of(intermediate_size=64))
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +187,65 @@ class WrongExit(EarlyExitDrafter):
 def test_tokens_have_the_law_of_the_target(kind: type[EarlyExitDrafter], exit: int | None) -> None:
     """Two tokens by rejection sampling against the target's own logits; a q of another exit is noticed."""
     assert (p_of_two_tokens(model_of(4), kind(exit), (1, 2, 3), 2500) > ALPHA) == (kind is EarlyExitDrafter)
+
+
+class Swapped(SumDrafter):
+    """A sabotage: drafts have the q of other tokens."""
+
+    def propose(self, inputs: DraftInputs) -> DraftTree:
+        tree = super().propose(inputs)
+        return tree if tree.q is None else replace(tree, q=[each.roll(1, -1) for each in tree.q])
+
+
+OWN: list[dict[str, Any]] = [{"exit": 1}, {"window": 3, "sinks": 1}, *([] if missing() else [{"int4": True}])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [SumDrafter, Swapped])
+@pytest.mark.parametrize("text", [SuffixDrafter, NGramDrafter])
+@pytest.mark.parametrize("own", OWN, ids=str)
+def test_a_sum_has_the_law_of_the_target(own: dict[str, Any], text: Any, kind: type[SumDrafter], wide: Runner) -> None:
+    """By rejection sampling: rows of a round have text with a one-hot q, or the target's own drafts with theirs."""
+    vocab, horizon = (V, 2) if "int4" in own else (4, 3)  # the kernels take no head of 4 tokens
+    made = wide if "int4" in own else runner_of("modules", model_of(vocab))
+    prompt, samples = (1, 2, 3) * 6, 2500
+
+    def step(tokens: tuple[int, ...]) -> Tensor:
+        with torch.inference_mode():
+            return made.hf(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, -1].double().div(2).softmax(-1)
+
+    law = declared_law(step, vocab, horizon)
+    drafter = kind([text()], self_drafter(made, **own))
+    engine = Engine(made, drafter, by_name(2), max_batch=200, rule=Rejection())
+    rows = engine.submit(Request(prompt, samples, Sampling(temperature=2.0, seed=11), Limits(max_new_tokens=horizon)))
+    while engine.step():
+        pass
+    counts, first = joint(rows, vocab), tuple(range(1, horizon)) if vocab == V else ()  # too many pairs to see much
+    seen = chi_square(counts.sum(first), law.sum(first)) if first else chi_square(counts, law)
+    assert (seen > ALPHA) == (kind is SumDrafter)
+    assert all(0 < counts.accepted < counts.drafted for counts in engine.stats.by_drafter.values())
+    assert len(engine.stats.by_drafter) == 2
+
+
+def test_a_sum_drafts_nothing_where_no_exit_pays() -> None:
+    """`self` without an exit chooses the draft length too: 0 if plain decoding brings more tokens per layer, fixed lengths or
+    not. So a sum is left with the rows of which its text is sure; with an exit it drafts for the others."""
+    drafted, made = {}, runner_of("modules", model_of(share=8.0))
+    for exit in (None, 1):
+        own = EarlyExitDrafter(exit)
+        engine, _ = run(made, SumDrafter([Unsure()], own), Rejection(), 0.0, k=3)
+        drafted[exit] = engine.stats.drafted
+        if own.choice is not None:
+            assert own.choice.best(3) == (0, 0)
+            assert own.choice.acceptances  # it was measured
+    assert drafted[None] == 0 < drafted[1]
+
+
+class Unsure(SuffixDrafter):
+    """Text that is sure of no row."""
+
+    def guesses(self, inputs: DraftInputs) -> list[Guess]:
+        return [NOTHING] * len(inputs.rows)
 
 
 def test_the_protocol_is_kept(shallow: Runner) -> None:

@@ -186,7 +186,7 @@ def test_bounds_of_formats_leave_what_else_is_said() -> None:
     assert schema({"type": "string", "format": "password"}) == {"type": "string"}
 
 
-@pytest.mark.parametrize("place", ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
+@pytest.mark.parametrize("place", ["properties", "patternProperties", "$defs", "definitions"])
 def test_names_are_no_keywords_and_what_they_name_is_bounded(place: str) -> None:
     inner = {"type": "string", "format": "date"}
     names = ("const", "enum", "default", "examples", "format", "uniqueItems", "x")

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import decoding_methods
+from shoal.bench import decoding_methods, machine
+from shoal.bench.machine import BusyProcess
 from shoal.cli import run
 from shoal.cli.check import affordable, prompt_sets
 from shoal.cli.check_case import BASELINE_TOKENS, LEAST_TOKENS, CheckCase, Effort, Measured
@@ -73,6 +74,25 @@ def test_in_text_the_prompts_are_said_once(pair: tuple[str, ...], capsys: pytest
     assert "ok prompts 2 prompts, from --prompt" in told
     assert told.count("; on ") == told.count("; on 1 of 2 prompts, from --prompt") == 1  # passes are timed on the first
     assert told.count("from --prompt") == 2
+
+
+def test_processes_that_disturb_what_is_timed_are_named(
+    pair: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not where nothing was timed, nor where nothing else was busy."""
+    busy = [BusyProcess("cc1", 0.9)]
+    monkeypatch.setattr(machine, "busy_processes", lambda *_: tuple(busy))
+
+    def disturbed(*options: str) -> list[dict[str, Any]]:
+        capsys.readouterr()
+        run(["check", *options, *WORK])
+        return [one for one in json.loads(capsys.readouterr().out)["checks"] if one["name"] == "disturbed"]
+
+    [found] = disturbed(*pair, "-p", "def")
+    assert (found["verdict"], "cc1 at 90% of a core" in found["figure"]) == ("warn", True)
+    assert not disturbed("--model", "no-such-folder")
+    busy.clear()
+    assert not disturbed(*pair, "-p", "def")
 
 
 def test_noise_is_no_figure() -> None:

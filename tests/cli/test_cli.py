@@ -567,6 +567,13 @@ def _verdicts(answer: Answer) -> dict[str, str]:
 WORK = ("-n", 2, "--max-new-tokens", 10, "--k", 2, "--repeats", 1, "--json", "-p", "def")
 
 
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other processes of this machine are not seen by `check`."""
+    monkeypatch.setattr("shoal.bench.machine.processes", lambda: None)
+
+
+@pytest.mark.usefixtures("quiet")
 def test_check_of_a_good_pair(shoal: Command, tiny: Models) -> None:
     answer = shoal("check", *tiny.pair, *WORK)
     assert answer.code == 0
@@ -621,6 +628,7 @@ def test_check_names_the_half_that_does_not_load(shoal: Command, tiny: Models, t
     assert (_verdicts(answer)["target"], _verdicts(answer)["drafter"]) == ("ok", "fail")
 
 
+@pytest.mark.usefixtures("quiet")
 def test_check_without_a_drafter_looks_at_the_target(shoal: Command, tiny: Models) -> None:
     answer = shoal("check", "--model", tiny.target, "-p", "def", "--max-new-tokens", 8)
     assert answer.code == 0

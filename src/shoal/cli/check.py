@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from shoal.bench.machine import QuietGate
 from shoal.cli import check_drafters, check_model, check_pair, check_prompts
 from shoal.cli.check_case import LEAST_TOKENS, SECONDS, CheckCase, Effort
 from shoal.cli.check_prompts import (
@@ -36,6 +37,8 @@ INDENT = 24  # columns before a figure
 MOST_TOKENS, MOST_REPEATS = 64, 3  # of a row, and of timed runs, if there is time for them
 GivenPrompts = tuple[str, list[str]]
 """The place that prompts come from, and the prompts."""
+TIMED = {"costs", "choice"}
+"""The results that seconds decide."""
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
 
@@ -158,9 +161,30 @@ def checks_of(
 ) -> Iterator[CheckResult]:
     """Yields all results in order; those about drafting only for a pair that fits.
 
+    The last one, if there is any, names the processes that disturbed what was timed.
+
     Args:
         trimming: the number of tokens to keep, and the texts to count tokens in.
     """
+    timed = False
+    with QuietGate().watch() as seen:
+        for result in _checks(source, given, measuring, repeats, say, trimming):
+            timed = timed or result.name in TIMED
+            yield result
+    if timed and seen.busy:
+        figure = f"other processes were busy meanwhile: {', '.join(map(str, seen.busy[:3]))}"
+        advice = "seconds and ratios mislead: measure again while nothing else runs"
+        yield CheckResult("disturbed", "warn", figure, advice)
+
+
+def _checks(
+    source: ModelSource,
+    given: GivenPrompts,
+    measuring: MeasureOptions,
+    repeats: int | None,
+    say: Callable[[str], None],
+    trimming: tuple[int, list[str]] | None,
+) -> Iterator[CheckResult]:
     say("loading ...")
     model, results = check_model.load(source)
     yield from results

@@ -259,14 +259,14 @@ class UniformsAhead:
 
     def _from_table(self, rows: Sequence[Row], width: int, by_round: bool) -> Tensor:
         places = [self._places.get(row.serial, NOWHERE) for row in rows]
-        used = [_used(row, place, by_round) for row, place in zip(rows, places, strict=True)]
+        used = _used(rows, places, by_round)
         if max(used) > AHEAD - width:
             # Rows that need new positions soon are computed too, or each round would compute some.
             least = min(AHEAD - width + 1, AHEAD // 2)
             wanted = [row for row, count in zip(rows, used, strict=True) if count >= least]
             self._compute(wanted, rows, by_round)
             places = [self._places[row.serial] for row in rows]
-            used = [_used(row, place, by_round) for row, place in zip(rows, places, strict=True)]
+            used = _used(rows, places, by_round)
         starts = [AHEAD * place[0] + count for place, count in zip(places, used, strict=True)]
         return torch.from_numpy(self._table[np.add.outer(starts, np.arange(width))])
 
@@ -281,7 +281,7 @@ class UniformsAhead:
         places = [kept[row.serial][0] if row.serial in kept else next(free) for row in wanted]
         firsts = [len(row.tokens) for row in wanted]
         found = self._next_positions(wanted, by_round)
-        behind = [_behind(row, by_round) for row in wanted]
+        behind = _behind(wanted, by_round)
         self._places = kept | {
             row.serial: place
             for row, place in zip(wanted, zip(places, firsts, behind, strict=True), strict=True)
@@ -304,11 +304,15 @@ class UniformsAhead:
         return found.reshape(len(rows), AHEAD, *found.shape[2:])
 
 
-def _behind(row: Row, by_round: bool) -> int:
-    """Returns the rounds that a row is behind its position; 0 where rounds are not numbered."""
-    return len(row.tokens) - row.rounds if by_round else 0
+def _behind(rows: Sequence[Row], by_round: bool) -> list[int]:
+    """Returns the rounds that rows are behind their positions; 0 where rounds are not numbered."""
+    return [len(row.tokens) - row.rounds for row in rows] if by_round else [0] * len(rows)
 
 
-def _used(row: Row, place: tuple[int, int, int], by_round: bool) -> int:
-    """Returns the positions of a row's place that are used up, all after a round with drafts."""
-    return len(row.tokens) - place[1] if _behind(row, by_round) == place[2] else AHEAD
+def _used(rows: Sequence[Row], places: Sequence[tuple[int, int, int]], by_round: bool) -> list[int]:
+    """Returns the positions of each row's place that are used up, all after a round with drafts."""
+    behind = _behind(rows, by_round)
+    return [
+        len(row.tokens) - first if now == then else AHEAD
+        for row, (_, first, then), now in zip(rows, places, behind, strict=True)
+    ]

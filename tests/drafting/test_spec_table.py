@@ -34,7 +34,7 @@ from shoal.testing import tiny_model
 from shoal.types.requests import Row
 
 OPTIONS = "least most scope k limit playouts exit window sinks nodes shape shapes"
-"""Attributes of drafters that hold options, each behind an underscore."""
+"""Attributes of drafters that hold options, some behind an underscore."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,8 @@ def described(drafter: Any) -> str:
     """The class and its options; of a sum, those of its members."""
     if hasattr(drafter, "texts"):
         return " + ".join(map(described, [*drafter.texts, drafter.model]))
-    held = {name: getattr(drafter, f"_{name}") for name in OPTIONS.split() if hasattr(drafter, f"_{name}")}
+    known = {name.removeprefix("_"): value for name, value in vars(drafter).items()}
+    held = {name: known[name] for name in OPTIONS.split() if name in known}
     words = [f"{name}={value}" for name, value in held.items()]
     return " ".join([type(drafter).__name__, *words, f"max_nodes={drafter.max_nodes}"])
 

@@ -10,7 +10,7 @@ Tests of: engine.verify, sampling.distributions, types.rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,7 @@ from shoal.models import loading
 from shoal.models.compiled import EXECUTORS
 from shoal.models.quantize import quantized
 from shoal.models.runner import Runner
+from shoal.sampling.uniforms import UniformsAhead
 from shoal.testing.drafters import engine_of
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Outcome
@@ -146,14 +147,22 @@ def test_auto_under_rejection() -> None:
 
 
 def test_the_noise_of_auto_is_numbered_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+    """Those of plain rounds come from a table, those of rounds with drafts from the rule."""
     engine = engine_of(runner(llama(VOCAB, 0)), runner(llama(VOCAB, 1)), Auto(PairCosts(packed=True)), max_batch=4)
-    uniforms = engine.rule.uniforms
-    monkeypatch.setattr(engine.rule, "uniforms", lambda *args: (seen.append(args[3]), uniforms(*args))[1])
+    widths, read = set(), UniformsAhead.of_round
+
+    def numbered(self: UniformsAhead, rows: Sequence[Row], width: int, numbered: bool, later: int = 0) -> torch.Tensor:
+        found = read(self, rows, width, numbered, later)
+        firsts, rounds = [len(row.tokens) for row in rows], [row.rounds for row in rows]
+        assert torch.equal(found, engine.rule.uniforms([row.seed for row in rows], firsts, width, rounds))
+        widths.add(width)
+        return found
+
+    monkeypatch.setattr(UniformsAhead, "of_round", numbered)
     engine.submit(Request(PROMPT, 4, Sampling(seed=1), Limits(max_new_tokens=6)))
     while engine.step():
         pass
-    assert [set(rounds) for rounds in seen] == [{i} for i in range(len(seen))]
+    assert min(widths) == 1 < max(widths)
 
 
 # ── through Transformers' own `generate` ────────────────────────────────────────────────────────────────────────────

@@ -46,8 +46,7 @@ def test_a_guide_is_loaded_like_a_target(tiny: Models) -> None:
         result = model.generate(PROMPTS, 2, sampling=settings, max_new_tokens=20)
         assert result.stats.guide_passes == result.stats.rounds
         models = [
-            library.testing.tiny.transformers.AutoModelForCausalLM.from_pretrained(place)
-            for place in (tiny.target, tiny.drafter)
+            library.testing.transformers.AutoModelForCausalLM.from_pretrained(place) for place in (tiny.target, tiny.drafter)
         ]
         for output, prompt, setting in zip(result, PROMPTS, settings, strict=True):
             stock = greedy_ids(*models, model.tokenizer(prompt).input_ids, 20, setting.guidance)
@@ -76,7 +75,7 @@ def test_negative_prompts_are_those_of_transformers(tiny: Models, lookahead: Any
     """Greedy tokens of Transformers' classifier-free guidance, whose strength is 1 more."""
     with library.load(tiny.target, tiny.drafter, guide="target") as model:
         assert model.guide is model.target
-        hf = library.testing.tiny.transformers.AutoModelForCausalLM.from_pretrained(tiny.target)
+        hf = library.testing.transformers.AutoModelForCausalLM.from_pretrained(tiny.target)
         hf.generation_config.eos_token_id = None
         found = []
         for negative in ("a negative prompt that is longer than it", "no"):

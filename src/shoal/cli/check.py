@@ -161,7 +161,7 @@ def checks_of(
 ) -> Iterator[CheckResult]:
     """Yields all results in order; those about drafting only for a pair that fits.
 
-    The last one, if there is any, names the processes that disturbed what was timed.
+    The last one, if there is any, names the processes that disturbed its times.
 
     Args:
         trimming: the number of tokens to keep, and the texts to count tokens in.

@@ -1,5 +1,5 @@
-"""Proofs about the schemas of one document: which of them no value fits together, and schemas of
-what does not fit another one.
+"""Proofs about the schemas of one document: which of them no value fits together, and schemas
+that are the opposites of others.
 
 A value that fits a schema fits every keyword of it. So a keyword that is not read here only makes
 the answer more careful: a proof from the keywords that are read holds for the whole schemas.
@@ -192,7 +192,7 @@ def _of_types(schema: Schema, types: Sequence[str]) -> Schema:
 
 
 DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
-"""The keywords that say what holds beside a property."""
+"""The keywords whose schemas hold where a property is present."""
 _CONDITIONS = ("not", "if", "then", "else", *DEPENDENT)
 _OPPOSITES = {
     "minimum": ("number", "exclusiveMaximum", 0),
@@ -210,7 +210,7 @@ _OPPOSITES = {
 def without_conditions(schema: Part) -> Part:
     """Returns a schema with alternatives in the place of `not`, `if` and `dependent...`.
 
-    It stays as it is, and is refused, where no schema says what does not fit another one.
+    It stays as it is, and is refused, where no schema is the opposite of another one.
     """
     if not schema.keys() & {*_CONDITIONS}:
         return schema

@@ -280,7 +280,7 @@ class UniformsAhead:
         free = (place for place in range(len(rows)) if place not in taken)
         places = [kept[row.serial][0] if row.serial in kept else next(free) for row in wanted]
         firsts = [len(row.tokens) for row in wanted]
-        found = self._next_positions(wanted, by_round)
+        found = self._next_positions(wanted, firsts, by_round)
         behind = _behind(wanted, by_round)
         self._places = kept | {
             row.serial: place
@@ -292,15 +292,16 @@ class UniformsAhead:
             self._table = np.concatenate([self._table, empty]) if len(self._table) else empty
         self._table.reshape(-1, AHEAD, *found.shape[2:])[places] = found
 
-    def _next_positions(self, rows: Sequence[Row], by_round: bool) -> npt.NDArray[np.float64]:
-        """Returns the uniforms of the next positions of rows, [rows, AHEAD, ...]."""
+    def _next_positions(
+        self, rows: Sequence[Row], firsts: Sequence[int], by_round: bool
+    ) -> npt.NDArray[np.float64]:
+        """Returns the uniforms of the positions from `firsts` on, [rows, AHEAD, ...]."""
         if not by_round:
-            firsts = [len(row.tokens) for row in rows]
             return self._rule.uniforms([row.seed for row in rows], firsts, AHEAD, None).numpy()
         seeds = [row.seed for row in rows for _ in range(AHEAD)]
-        firsts = [len(row.tokens) + later for row in rows for later in range(AHEAD)]
+        positions = [first + later for first in firsts for later in range(AHEAD)]
         numbers = [row.rounds + later for row in rows for later in range(AHEAD)]
-        found = self._rule.uniforms(seeds, firsts, 1, numbers).numpy()
+        found = self._rule.uniforms(seeds, positions, 1, numbers).numpy()
         return found.reshape(len(rows), AHEAD, *found.shape[2:])
 
 

@@ -244,7 +244,7 @@ class SlotCache(RowStore, Cache):
 
         Transformers uses the length only for default positions and masks, which shoal always passes
         itself. A layer that asks for its own adds its columns' numbers to it, to have positions:
-        such a pass is packed, and the layer is told what those numbers lack, [tokens] int64.
+        such a pass is packed, and the layer is told how far those are off, [tokens] int64.
         """
         plan = self.plan
         if plan is None:

@@ -1,8 +1,8 @@
 """The models in GGUF files: weights in llama.cpp, and facts as a Transformers model has them.
 
-Passes are computed by llama.cpp, or by the kernels in C (`own`, of what `contents` reads). For
-llama.cpp a row of the cache is a sequence of its memory (`sequences`, `state_sequences`), and
-`gguf_runner` joins them. `tokenizer` is made of the file's vocabulary.
+Passes are computed by llama.cpp, or by the kernels in C (`own`, of the tensors that `contents`
+reads). For llama.cpp a row of the cache is a sequence of its memory (`sequences`,
+`state_sequences`), and `gguf_runner` joins them. `tokenizer` is made of the file's vocabulary.
 
 The library is used by the low-level functions of llama-cpp-python, the extra `gguf`. A copy of the
 model in 4 bits is a file in the cache folder. Another process writes it, which can be ended at any

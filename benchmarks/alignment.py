@@ -11,7 +11,7 @@ begins: nothing is cut there, and so many letters less are known. All greedy, on
 `classes` cuts solutions once per class, where a solution has such a place: `word` inside the letters of a token, `space` between a
 space and what follows it in the same token, `punctuation` inside a token of several signs, `prefix-indent` inside the blanks of an
 indent; `prefix-sep` behind a whole token of signs that longer tokens begin with, so that nothing is cut and `uncut` is `naive`.
-`passes` is of the program that the completion ends, in the sandbox.
+`passes` is of the program that the completion ends, in the sandbox. Counts of all but `masks` go to `--json FILE`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 import shoal
 from held_out import problems
+from provenance import place_of_results, write_results
+from shoal.bench.machine import machine
 from shoal.constraints.alignment import AlignmentVocabulary
 from shoal.constraints.token_bytes import token_bytes
 from shoal.evaluation.cuts import places, tokens_of
@@ -38,6 +43,7 @@ from shoal.evaluation.problems import Problem, read_humaneval
 from shoal.evaluation.sandbox import Sandbox
 
 VOCABULARY = 152_000
+Figures = dict[str, Any]
 WORD = re.compile(r"[A-Za-z_]{4,}")
 CONTEXT = 600
 """Characters of a prompt."""
@@ -68,7 +74,7 @@ def sources(files: int, noise: random.Random) -> list[str]:
     return [text for _, text in zip(range(files), (text for text in texts if len(text) > 2 * CONTEXT), strict=False)]
 
 
-def words(files: int, cuts: int) -> None:
+def words(files: int, cuts: int) -> Figures:
     """Greedy recovery of the word that a cut goes through, in the middle of a token."""
     pair, noise = shoal.load(), random.Random(0)
     prompts: dict[str, list[str]] = {"naive": [], "aligned": [], "uncut": []}
@@ -94,19 +100,31 @@ def words(files: int, cuts: int) -> None:
         result = pair.generate(asked, temperature=0, align=name == "aligned", max_new_tokens=8, progress=True)
         recovered[name] = [_begins(o.samples[0].text, rest) for o, rest in zip(result, wanted[name], strict=True)]
         print(f"{name}: {sum(recovered[name])} of {len(asked)} words")
-    against(recovered)
+    figures = {
+        "cuts": len(prompts["naive"]),
+        **{name: sum(found) for name, found in recovered.items()},
+        **against(recovered),
+    }
+    for other in ("naive", "uncut"):
+        aligned, theirs = figures[f"alone_against_{other}"]
+        print(f"aligned alone {aligned}, {other} alone {theirs}")
+    return figures
 
 
-def against(found: dict[str, list[bool]]) -> None:
-    """Cuts that one way recovers and the other does not."""
+def against(found: dict[str, list[bool]]) -> Figures:
+    """Counts the cuts that alignment alone gets right, then those that another way alone does."""
+    counts = {}
     for other in ("naive", "uncut"):
         pairs = list(zip(found["aligned"], found[other], strict=True))
-        print(f"aligned alone {pairs.count((True, False))}, {other} alone {pairs.count((False, True))}")
+        counts[f"alone_against_{other}"] = [pairs.count((True, False)), pairs.count((False, True))]
+    return counts
 
 
-def offsets(files: int, count: int) -> int:
-    """Of each file so many prompts, which end at consecutive characters from a random one on: how many outputs do not begin with
-    the bytes of their prompt, or have a text that is not the rest."""
+def offsets(files: int, count: int) -> Figures:
+    """Counts outputs that do not begin with the bytes of their prompt, or have a text that is not the rest.
+
+    Of each file there are so many prompts, which end at consecutive characters from a random one on.
+    """
     pair, noise = shoal.load(), random.Random(0)
     spelled = token_bytes(pair.tokenizer)
     asked = rewritten = cut = wrong = 0
@@ -129,7 +147,7 @@ def offsets(files: int, count: int) -> int:
                 print(f"wrong: {prompt[-20:]!r} is followed by {sample.text!r}, its bytes are {whole[-40:]!r}")
     print(f"{asked} prompts of {files} files, {rewritten} of them written again by other tokens, {wrong} wrong")
     print(f"{cut} of the outputs came to their limit of tokens before they had written the end of their prompt again")
-    return wrong
+    return {"prompts": asked, "written_again": rewritten, "cut": cut, "wrong": wrong}
 
 
 def given(file: Path | None, limit: int) -> list[Problem]:
@@ -142,8 +160,8 @@ def given(file: Path | None, limit: int) -> list[Problem]:
     ]
 
 
-def classes(file: Path | None, limit: int) -> None:
-    """Pass rates of solutions cut inside tokens, by class."""
+def classes(file: Path | None, limit: int) -> Figures:
+    """Counts the solutions cut inside tokens that pass, by class."""
     pair, noise, sandbox, end = shoal.load(), random.Random(0), Sandbox(), ending("python")
     cut: dict[str, list[tuple[Problem, int, int]]] = defaultdict(list)
     for problem in given(file, limit):
@@ -153,14 +171,14 @@ def classes(file: Path | None, limit: int) -> None:
                 cut[name].append((problem, *noise.choice(found)))
     print("| class | cuts | naive | aligned | uncut | aligned alone, naive alone | aligned alone, uncut alone |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    figures = {}
     for name, cases in sorted(cut.items()):
         passed = {way: passes(pair, way, cases, end.stops, end.cut, sandbox) for way in ("naive", "aligned", "uncut")}
-        alone = []
-        for other in ("naive", "uncut"):
-            pairs = list(zip(passed["aligned"], passed[other], strict=True))
-            alone.append(f"{pairs.count((True, False))}, {pairs.count((False, True))}")
+        alone = against(passed)
+        figures[name] = {"cuts": len(cases), **{way: sum(own) for way, own in passed.items()}, **alone}
         rates = " | ".join(f"{100 * sum(own) / len(own):.1f} %" for own in passed.values())
-        print(f"| {name} | {len(cases)} | {rates} | {' | '.join(alone)} |", flush=True)
+        print(f"| {name} | {len(cases)} | {rates} | {' | '.join(f'{a}, {b}' for a, b in alone.values())} |", flush=True)
+    return figures
 
 
 def passes(
@@ -193,16 +211,20 @@ def main() -> int:
     parser.add_argument("--offsets", type=int, default=20, help="prompts per file")
     parser.add_argument("--problems", type=Path, metavar="FILE", help="problems with solutions, in HumanEval's format")
     parser.add_argument("--limit", type=int, default=164, help="problems at most")
+    parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write the counts there")
     options = parser.parse_args()
     if options.what == "masks":
         masks()
-    elif options.what == "words":
-        words(options.files, options.cuts)
-    elif options.what == "offsets":
-        return int(offsets(options.files, options.offsets) > 0)
-    else:
-        classes(options.problems, options.limit)
-    return 0
+        return 0
+    figures = {
+        "words": lambda: words(options.files, options.cuts),
+        "offsets": lambda: offsets(options.files, options.offsets),
+        "classes": lambda: classes(options.problems, options.limit),
+    }[options.what]()
+    if options.json:
+        asked = vars(options) | {name: path.name for name in ("problems", "json") if (path := getattr(options, name))}
+        write_results(options.json, {"machine": machine(torch.device("cpu")), "arguments": asked, "figures": figures})
+    return int(figures.get("wrong", 0) > 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Unknown members after a dot, with and without `shoal.constraints.members`, on the bundled pair.
 
-    python benchmarks/members.py [--samples 16] [--seed 0]
+    python benchmarks/members.py [--samples 16] [--seed 0] [--json FILE]
 
 Each program ends with a dot behind a value that is known. What the samples write there is looked up on the value itself.
 """
@@ -18,7 +18,11 @@ import string
 import time
 from typing import Any
 
+import torch
+
 import shoal
+from provenance import place_of_results, write_results
+from shoal.bench.machine import machine
 from shoal.constraints.members import Members
 
 PROGRAMS: list[tuple[str, Any]] = [
@@ -47,10 +51,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write what is found there")
     given = parser.parse_args()
     pair = shoal.load()
     options: dict[str, Any] = {"n": given.samples, "seed": given.seed, "max_new_tokens": 12, "lookahead": 3}
-    wrong, seconds, queries = [0, 0], [0.0, 0.0], 0
+    rows: list[dict[str, Any]] = []
+    seconds, queries = [0.0, 0.0], 0
     print("| program ends with | unknown, free | unknown, checked |\n|---|---:|---:|")
     for prompt, value in PROGRAMS:
         check = Members(pair.tokenizer, prompt)
@@ -60,12 +66,16 @@ def main() -> None:
             samples = pair.generate(prompt, constraints=constraints, **options)[0].samples
             seconds[i] += time.perf_counter() - started
             row.append(sum(unknown(sample.text, value) for sample in samples))
-            wrong[i] += row[i]
         queries += check.queries
-        print(f"| `{prompt.splitlines()[-1].strip()}` | {row[0]} | {row[1]} |")
+        rows.append({"ends_with": prompt.splitlines()[-1].strip(), "free": row[0], "checked": row[1]})
+        print(f"| `{rows[-1]['ends_with']}` | {row[0]} | {row[1]} |")
     total = given.samples * len(PROGRAMS)
-    print(f"| all {total} | {wrong[0]} | {wrong[1]} |")
+    unknown_names = {way: sum(row[way] for row in rows) for way in ("free", "checked")}
+    print(f"| all {total} | {unknown_names['free']} | {unknown_names['checked']} |")
     print(f"\n{seconds[0]:.1f} s free, {seconds[1]:.1f} s checked, with {queries} queries")
+    if given.json:
+        figures = {"samples": total, "unknown": unknown_names, "queries": queries, "seconds": seconds, "rows": rows}
+        write_results(given.json, {"machine": machine(torch.device("cpu")), "seed": given.seed, **figures})
 
 
 if __name__ == "__main__":

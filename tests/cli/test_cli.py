@@ -767,7 +767,7 @@ def test_a_prompt_that_is_too_long_names_the_bundled_model(capsys: pytest.Captur
 
 
 def test_serving_in_one_process_does_without_ray() -> None:
-    modules = "shoal.serve.app, shoal.serve.serve_config, shoal.serve.batch_lines, shoal.serve.output_file"
+    modules = "shoal.serve.app, shoal.serve.batch_lines, shoal.serve.output_file"
     code = f"import sys; sys.modules['ray'] = None; import {modules}"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -78,7 +78,7 @@ TORCH_FREE = (
     "engine.scheduler engine.admission engine.waiting engine.admission engine.detokenizer "
     "engine.ended_rows constraints.json_schemas constraints.schema_checks constraints.schema_proofs "
     "constraints.grammar_sources models.sources models.head_start "
-    "drafting.draft drafting.drafter_kind drafting.registry"
+    "drafting.draft drafting.registry"
 )
 """Pure Python: tested and reasoned about without a tensor."""
 

@@ -22,7 +22,7 @@ SHORT, LONG, SCREEN = 60, 400, 60
 FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|which|whether)\b", re.IGNORECASE)
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
-    "modules": 323,
+    "modules": 320,
     "lines": 87_578,
     "short modules": 2,
     "long modules": 0,

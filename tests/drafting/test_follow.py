@@ -1,6 +1,6 @@
 """Updates of a target in place: what shares its weights follows, what has its own is counted as behind, drafters are realigned.
 
-Tests of: models.weights.parameter, models.four_bits, models.target_models, models.mtp_layer, models.drafted_passes,
+Tests of: models.weights.parameter, models.four_bits, models.target_models, models.mtp_layer,
 drafting.following, drafting.distillation, api.
 """
 

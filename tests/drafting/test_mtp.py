@@ -1,7 +1,7 @@
 """The multi-token-prediction layer of a checkpoint: its drafts are Transformers' definition in ragged batches, exact by their q,
 right where they must be, refused by name.
 
-Tests of: models.mtp_layer, models.drafted_passes, drafting.mtp, drafting.eagle3, drafting.draft.
+Tests of: models.mtp_layer, drafting.mtp, drafting.eagle3, drafting.draft.
 """
 
 from __future__ import annotations

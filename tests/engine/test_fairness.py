@@ -26,7 +26,7 @@ from shoal.engine.waiting import Fairness, Waiting
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection
-from shoal.serve import serve_config
+from shoal.serve import app
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, runner, scripted
@@ -321,9 +321,9 @@ def test_a_server_shares_its_slots_and_batches_do_not(monkeypatch: pytest.Monkey
             return Engine(self.target, None, Fixed(0))
 
     made = lambda pair, make, settings: make()  # noqa: E731
-    monkeypatch.setattr(serve_config, "make_app", made)
-    monkeypatch.setattr(serve_config, "Offline", made)
-    config = serve_config.ServeConfig(cast(Any, Pair), cast(Any, None), kv_bytes=1 << 20)
+    monkeypatch.setattr(app, "make_app", made)
+    monkeypatch.setattr(app, "Offline", made)
+    config = app.ServeConfig(cast(Any, Pair), cast(Any, None), kv_bytes=1 << 20)
     config.app()
     config.offline()
     assert asked == [QUANTUM_SERVED, None]

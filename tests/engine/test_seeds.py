@@ -27,8 +27,8 @@ from shoal.evaluation.tasks import Task
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
 from shoal.sampling.uniforms import group_seed, row_seed
+from shoal.serve.app import ServeConfig
 from shoal.serve.batch_lines import read_lines
-from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of

@@ -1,6 +1,6 @@
 """`custom_generate` as a repository, the arguments that the callable refuses, and models in training mode.
 
-Tests of: integrations.repository, integrations.generate_batch, models.drafted_passes.
+Tests of: integrations.repository, integrations.generate_batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import shoal
 from shoal.errors import RequestError
-from shoal.models.drafted_passes import random_settings
+from shoal.integrations.generate_batch import random_settings
 from shoal.testing import tiny_model, tiny_tokenizer
 from shoal.types.stats import Stats
 

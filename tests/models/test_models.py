@@ -1,6 +1,6 @@
 """Loading: what comes in through `from_pretrained`, what is refused, and how it is told.
 
-Tests of: models.structure, models.drafted_passes, models.loading, models.vocabulary, models.sources.
+Tests of: models.structure, models.loading, models.vocabulary, models.sources.
 """
 
 from __future__ import annotations

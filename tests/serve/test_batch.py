@@ -1,6 +1,6 @@
 """`shoal batch`: what the server would answer, exactly once per id, whatever happened before; also of files of OpenAI's.
 
-Tests of: cli.batch, cli.progress, serve.handler, serve.output_file, serve.batch_lines, serve.serve_config, durable.
+Tests of: cli.batch, cli.progress, serve.handler, serve.output_file, serve.batch_lines, serve.app, durable.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shoal.cli.console import StatusLine
 from shoal.durable import mend
 from shoal.errors import InternalError, RequestError
 from shoal.sampling.acceptance import RULES
+from shoal.serve.app import ServeConfig
 from shoal.serve.batch_lines import read_lines
 from shoal.serve.handler import Offline
 from shoal.serve.output_file import SYNC_LINES, OutputFile
-from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 
 LINES: list[Any] = [

@@ -33,8 +33,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from shoal import load
 from shoal.api import Shoal
 from shoal.errors import ModelError, RequestError
+from shoal.serve.app import ServeConfig
 from shoal.serve.batch_lines import BatchLine
-from shoal.serve.serve_config import ServeConfig
 from shoal.serve.settings import Settings
 from shoal.testing import save_pair
 

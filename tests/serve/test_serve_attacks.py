@@ -476,7 +476,7 @@ def test_names_may_be_allowed() -> None:
 def test_the_command_checks_names_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed: list[tuple[str, ...]] = []
     monkeypatch.setattr(run, "run", lambda app, *_, **__: allowed.append(app))
-    monkeypatch.setattr("shoal.serve.serve_config.ServeConfig.app", lambda recipe: recipe.settings.hosts)
+    monkeypatch.setattr("shoal.serve.app.ServeConfig.app", lambda recipe: recipe.settings.hosts)
     for options in ([], ["--allowed-host", "a.example", "--allowed-host", "b"], ["--host", "0.0.0.0"]):
         assert cli.run(["serve", "--port", "0", *options]) == 0
     assert allowed == [("127.0.0.1",), ("a.example", "b"), ("*",)]

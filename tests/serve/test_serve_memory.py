@@ -1,6 +1,6 @@
 """A server without memory: rows end with an error, a new engine takes the place of the failed one, or the process ends.
 
-Tests of: serve.engine_thread, serve.serve_config, models.device.
+Tests of: serve.engine_thread, serve.app, models.device.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from shoal.models import device
 from shoal.models.device import KV_SHARE, explained, free_bytes, is_out_of_memory
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled
+from shoal.serve.app import PREFIX_SHARE, ServeConfig
 from shoal.serve.engine_thread import SWITCH_SECONDS, EngineThread
-from shoal.serve.serve_config import PREFIX_SHARE, ServeConfig
 from shoal.serve.settings import Settings
 from shoal.serve.token_details import Scoring
 from shoal.testing import VOCABULARY, tiny_model, tiny_tokenizer

@@ -37,9 +37,9 @@ from shoal.models.sources import name_of
 
 if TYPE_CHECKING:
     from shoal.serve.api_errors import Json
+    from shoal.serve.app import ServeConfig
     from shoal.serve.batch_lines import BatchLine
     from shoal.serve.output_file import OutputFile
-    from shoal.serve.serve_config import ServeConfig
     from shoal.serve.settings import Settings
 
     Answer = Callable[[Sequence[BatchLine], Callable[[Json], None]], None]
@@ -152,7 +152,7 @@ def batch(
     """
     controller = parse_lookahead(speculation.lookahead)
     _require_packages(machines.ray)
-    from shoal.serve import batch_lines, output_file, serve_config, settings
+    from shoal.serve import app, batch_lines, output_file, settings
 
     lines = list(batch_lines.read_lines(files.requests))
     if files.answers.exists() and files.answers.samefile(files.requests):
@@ -167,9 +167,7 @@ def batch(
         chat_template=read_template(naming.chat_template),
         turn_ends=turn_ends(naming.chat_template),
     )
-    config = serve_config.ServeConfig(
-        source.load, allowed, controller, rule, in_bytes(limits.kv_memory)
-    )
+    config = app.ServeConfig(source.load, allowed, controller, rule, in_bytes(limits.kv_memory))
     with output_file.OutputFile(files.answers, lines, _settings(source, allowed, rule)) as output:
         _report_found(output, files.answers)
         progress = BatchProgress(len(lines), len(output.ids))

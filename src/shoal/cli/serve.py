@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import socket
 
     from shoal.serve.access import Tls
-    from shoal.serve.serve_config import ServeConfig
+    from shoal.serve.app import ServeConfig
     from shoal.serve.settings import Settings
 
 LOOPBACK = ("127.", "localhost", "[::1]")
@@ -61,7 +61,7 @@ def serve(
         _check_with_tensor_parallel(machines, limits)
     try:
         with imports_shown():
-            from shoal.serve import run, serve_config
+            from shoal.serve import app, run
     except ImportError as error:
         raise RequestError(
             f"shoal serve needs more packages ({error}): "
@@ -77,7 +77,7 @@ def serve(
         in_bytes(0 if source.tensor_parallel else limits.prefix_memory),
     )
     hint_drafter(source, speculation.lookahead)
-    served = serve_config.ServeConfig(source.load, allowed, controller, rule, *memory)
+    served = app.ServeConfig(source.load, allowed, controller, rule, *memory)
     encryption = tls.read()
     ready = partial(_print_address, address.host, allowed, output.json, encryption)
     if machines.ray:

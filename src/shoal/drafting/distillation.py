@@ -2,6 +2,14 @@
 
 Training (`shoal.train`) writes the texts itself and makes many steps;
 `shoal.drafting.following` makes a few on rollouts that are there anyway.
+
+Layers that draft from states learn by the states they will get (`drafted_passes`): Li et al. 2025
+(arXiv 2503.01840), section 3.2, "training-time test". A window is passed n times. In the first pass
+all states are the target's. In each further pass a token's state is the layer's output for the
+token before it in the previous pass, and attention sees the target's states up to the place where a
+draft would have begun, then those of the draft. EAGLE-3 heads learn so, and the
+multi-token-prediction layers of a checkpoint: where there are several, each pass is the next
+layer's, as each drafts one token, and behind the last layer the last one goes on.
 """
 
 from __future__ import annotations
@@ -138,3 +146,68 @@ def model_learner(hf: nn.Module, width: int, refusal: str | None) -> Learner:
         yield model(input_ids=tokens, use_cache=False).logits[..., :width], 0
 
     return Learner(hf, passes, refusal=refusal)
+
+
+class DraftedAttention:
+    """The attention of each pass of a layer over a window, as a draft of as many tokens would see.
+
+    Position i of pass n sees the keys of pass 0 up to i - n, and of pass m the key of position i -
+    n + m.
+
+    Args:
+        first: the first position that has a state: those before are seen by themselves alone.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+    ) -> Tensor:
+        """Attends over the drafted passes.
+
+        It takes [batch, heads, positions, dim] and returns [batch, positions, heads, dim].
+        """
+        groups, number = query.shape[1] // key.shape[1], len(self._keys)
+        self._keys.append(key.repeat_interleave(groups, 1))
+        self._values.append(value.repeat_interleave(groups, 1))
+        positions = torch.arange(query.shape[2], device=query.device)
+        hidden = positions[None] > positions[:, None] - number
+        hidden |= (positions < self._first) & (positions != positions[:, None])
+        scores = [(query @ self._keys[0].mT).masked_fill(hidden, -torch.inf)]
+        later = range(1, number + 1)
+        scores += [(query * _back(self._keys[m], number - m)).sum(-1, keepdim=True) for m in later]
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        weights = (torch.cat(scores, dim=-1) * scale).softmax(-1)
+        first = weights[..., : len(positions)] @ self._values[0]
+        drafted = [
+            weights[..., len(positions) + m - 1, None] * _back(self._values[m], number - m)
+            for m in later
+        ]
+        return torch.stack([first, *drafted]).sum(0).transpose(1, 2)
+
+
+def _back(states: Tensor, positions: int) -> Tensor:
+    """Shifts states [batch, heads, positions, dim] to the right; zeros stand at the start."""
+    return states if not positions else F.pad(states, (0, 0, positions, 0))[:, :, :-positions]
+
+
+def drafted_passes(heads: Any, tokens: Tensor, states: Tensor, count: int) -> Passes:
+    """Yields the logits of each drafted token of windows, over the ids that the heads draft.
+
+    Args:
+        heads: `shoal.models.eagle3_layer.Eagle3Heads`, or others with their methods.
+        tokens: [batch, length].
+        states: the hidden states of the target that the heads read, [batch, length, features].
+        count: the number of passes.
+    """
+    states = heads.read(states[:, :-1])
+    positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)[None]
+    attention = [DraftedAttention(first) for first in range(heads.depth)]
+    for number in range(min(count, tokens.shape[1] - 1)):
+        layer = min(number, heads.depth - 1)
+        out = heads(tokens[:, 1:], states, positions, attention[layer], layer)
+        yield heads.drafted(out)[:, number:], number + 1
+        states = F.pad(out, (0, 0, 1, 0))[:, :-1]

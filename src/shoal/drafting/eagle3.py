@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.drafting.distillation import Learner, Passes
+from shoal.drafting.distillation import Learner, Passes, drafted_passes
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftInputs, Keeps
 from shoal.drafting.shapes import shape_of
@@ -35,7 +35,6 @@ from shoal.drafting.trained_heads import (
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.errors import PairMismatch, RequestError, UnsupportedModel
 from shoal.models.cache import Plan
-from shoal.models.drafted_passes import drafted_passes
 from shoal.models.eagle3_layer import (
     Eagle3Heads,
     Eagle3Model,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config import MOST_NODES
-from shoal.drafting.drafter_kind import (
+from shoal.drafting import (
     DrafterKind,
     File,
     Flag,

@@ -1,4 +1,4 @@
-"""The batch of a `generate` call.
+"""The batch of a `generate` call, and the evaluation mode that its models are put in.
 
 Its rows become requests of the engine, and the decoded rows become the output of `generate`.
 """
@@ -6,13 +6,16 @@ Its rows become requests of the engine, and the decoded rows become the output o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -22,6 +25,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from shoal.config import Limits, Sampling
+from shoal.errors import RequestError
 from shoal.sampling.penalties import position_independent
 from shoal.types.requests import Request, Row, occurrences
 
@@ -237,3 +241,75 @@ def _by_step(rows: Sequence[Sequence[Tensor] | Iterator[Tensor]], width: int) ->
         torch.stack([row[t].float() if t < len(row) else zeros for row in steps])
         for t in range(width)
     )
+
+
+RANDOM = re.compile(r"drop|jitter", re.IGNORECASE)
+"""The pattern of the names of settings that make a model random.
+
+They are a probability of dropout (`attention_dropout`, `resid_pdrop`, `layerdrop`, ...) or an
+amount of noise (`router_jitter_noise`).
+"""
+UNUSED = re.compile(r"classif|summary", re.IGNORECASE)
+"""The pattern of the names of dropouts in a head for classification.
+
+A language model does not have such a head.
+"""
+
+
+def random_settings(hf: nn.Module) -> list[str]:
+    """Returns the settings that make a model random in training mode, as "name=value".
+
+    The list is empty if there are none.
+    """
+    found = {
+        f"{name}.p={m.p:g}": None
+        for name, m in hf.named_modules()
+        if isinstance(m, _DropoutNd) and m.p > 0
+    }
+    for owner in (getattr(hf, "config", None), *hf.modules()):
+        found |= {f"{name}={value:g}": None for name, value in _numbers(owner) if value > 0}
+    return list(found)
+
+
+def _numbers(owner: Any) -> Iterator[tuple[str, float]]:
+    """Yields the attributes of a module or a config that are numbers and named like a dropout."""
+    values: Mapping[str, Any] = vars(owner) if owner is not None else {}
+    for name, value in values.items():
+        if (
+            RANDOM.search(name)
+            and not UNUSED.search(name)
+            and isinstance(value, (int, float))
+            and not isinstance(value, bool)
+        ):
+            yield name, value
+
+
+@contextmanager
+def evaluating(*models: tuple[Any, str]) -> Iterator[None]:
+    """Puts (model, name) pairs in evaluation mode within the context.
+
+    Afterwards each module is in its former mode. Without dropout both modes compute the same
+    logits, except with gradient checkpointing: in training mode it takes the cache away from the
+    layers.
+
+    Raises:
+        RequestError: a model in training mode has a dropout above 0, so its logits are random.
+    """
+    training = [module for model, _ in models for module in model.modules() if module.training]
+    for model, name in models:
+        settings = (
+            random_settings(model) if any(module.training for module in model.modules()) else []
+        )
+        if settings:
+            raise RequestError(
+                f"{name} is in training mode, where dropout makes its logits random "
+                f"({', '.join(settings[:3])}): "
+                "call model.eval() first, or set every dropout to 0"
+            )
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -33,11 +33,10 @@ from shoal.engine.batch_size import BatchSizes
 from shoal.engine.engine import Engine
 from shoal.engine.stream import Stream
 from shoal.errors import RequestError
-from shoal.integrations.generate_batch import GenerateBatch
+from shoal.integrations.generate_batch import GenerateBatch, evaluating
 from shoal.lookahead import controller as controllers
 from shoal.lookahead.controller import PairCosts
 from shoal.models import loading, pretrained
-from shoal.models.drafted_passes import evaluating
 from shoal.models.runner import Runner
 from shoal.models.sources import require_source
 from shoal.models.structure import Belongings

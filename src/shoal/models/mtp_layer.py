@@ -19,7 +19,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,16 @@ from transformers.utils import cached_file
 
 from shoal.errors import ModelError, UnsupportedModel
 from shoal.models.bridge import NAME
-from shoal.models.drafted_passes import DraftedAttention, attending_by
 
 HIDING_NAME = "shoal-mtp"
 """The attention implementation of the layer."""
+DRAFTED_NAME = "shoal-drafted"
+"""The attention implementation of the layer while a copy of it learns."""
+Attention = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+"""A function of queries, keys and values [batch, heads, positions, dim] and the scale.
+
+It returns [batch, positions, heads, dim].
+"""
 HIDDEN = -1e4
 """The score of a token without a state: no other token sees it.
 
@@ -173,15 +181,10 @@ class MtpHeads(nn.Module):
         return found
 
     def forward(
-        self,
-        tokens: Tensor,
-        states: Tensor,
-        positions: Tensor,
-        attend: DraftedAttention,
-        number: int = 0,
+        self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attention, number: int = 0
     ) -> Tensor:
         """Computes the states of a layer over whole texts, while a copy of the layers learns."""
-        with attending_by(attend, self.layer.config):
+        with _attending_by(attend, self.layer.config):
             found: Tensor = self.layer.forward_layer(
                 number, states, 1 + positions, None, input_ids=tokens
             )
@@ -268,3 +271,27 @@ def _hide_first(
 
 
 AttentionInterface.register(HIDING_NAME, _hide_first)
+
+
+_attention: ContextVar[Attention] = ContextVar("shoal_drafted_attention")
+
+
+@contextmanager
+def _attending_by(attention: Attention, config: Any) -> Iterator[None]:
+    """Switches Transformers' modules with that config to an attention within the context."""
+    before, config._attn_implementation = config._attn_implementation, DRAFTED_NAME
+    token = _attention.set(attention)
+    try:
+        yield
+    finally:
+        _attention.reset(token)
+        config._attn_implementation = before
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    return _attention.get()(query, key, value, options.get("scaling")), None
+
+
+AttentionInterface.register(DRAFTED_NAME, _attend)

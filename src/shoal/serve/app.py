@@ -1,12 +1,13 @@
-"""The application: the routes of the API and the checks before them. No code here touches a model.
+"""The application: the routes of the API and the checks before them, and its configuration.
 
-The playground is a client of the API: a page at / that draws samples and their drafts, a chat at
-/chat, an editor at /editor.
+Ray sends the configuration to the processes that load the pair. The playground is a client of the
+API: a page at / that draws samples and their drafts, a chat at /chat, an editor at /editor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -17,6 +18,8 @@ from collections.abc import (
     Mapping,
 )
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -30,10 +33,15 @@ from starlette.types import Receive, Scope, Send
 from shoal import __version__
 from shoal.api import Shoal
 from shoal.engine.engine import Engine
+from shoal.engine.waiting import QUANTUM
+from shoal.errors import RequestError
+from shoal.models.device import kv_budget
+from shoal.models.load_report import LoadStages
+from shoal.sampling.acceptance import RULES
 from shoal.serve import access, api_errors, logs, response_models, routes
 from shoal.serve.access import CLIENT_GONE, HostCheck, is_valid_key, owner_of
 from shoal.serve.api_errors import CHAT, COMPLETIONS, INFILL, RESPONSES, ApiError, written
-from shoal.serve.handler import ApiHandler
+from shoal.serve.handler import ApiHandler, Offline
 from shoal.serve.item_models import ResponsesRequest
 from shoal.serve.logs import Exchanges
 from shoal.serve.message_models import Infill, InfillRequest
@@ -52,6 +60,7 @@ from shoal.serve.settings import Settings
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
+LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEADERS = {
@@ -71,6 +80,11 @@ TYPES = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
+PAGES = {"/": "index.html", "/chat": "chat.html", "/editor": "editor.html"}
+PREFIX_SHARE = 0.125
+"""The share of the memory for keys and values that prompts of earlier requests may take."""
+MOST_PREFIX_BYTES = 2**30
+"""The most bytes that these prompts take by default."""
 
 
 def playground() -> APIRouter:
@@ -79,30 +93,14 @@ def playground() -> APIRouter:
     parts = {name: part.read_bytes() for name, part in _files(folder)}
     router = APIRouter(include_in_schema=False)
 
-    @router.head("/")
-    @router.get("/")
-    async def index() -> Response:
-        return _of_file("index.html")
-
-    @router.head("/chat")
-    @router.get("/chat")
-    async def chat() -> Response:
-        return _of_file("chat.html")
-
-    @router.head("/editor")
-    @router.get("/editor")
-    async def editor() -> Response:
-        return _of_file("editor.html")
-
     @router.get("/playground/{name:path}")
     async def part(name: str) -> Response:
-        return _of_file(name)
-
-    def _of_file(name: str) -> Response:
         if name not in parts:
             raise ApiError(404, f"the playground has no {name!r}")
         return Response(parts[name], media_type=TYPES[_suffix(name)], headers=HEADERS)
 
+    for path, name in PAGES.items():
+        router.add_api_route(path, partial(part, name), methods=["GET", "HEAD"])
     return router
 
 
@@ -117,6 +115,78 @@ def _files(folder: Traversable, above: str = "") -> Iterator[tuple[str, Traversa
 
 def _suffix(name: str) -> str:
     return name[name.rfind(".") :]
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """The configuration of a pair, its engine and its answers; it can be pickled if `load` can.
+
+    Attributes:
+        load: loads the pair.
+        lookahead: see `Shoal.engine`.
+        rule: a name of `shoal.sampling.acceptance.RULES`.
+        kv_bytes: memory for keys and values; None = a fraction of the free memory, see
+            `shoal.models.device`.
+        prefix_bytes: the part of this memory for prompts that are kept for later requests; None =
+            `PREFIX_SHARE`.
+    """
+
+    load: Callable[[], Shoal]
+    settings: Settings
+    lookahead: str | int = "auto"
+    rule: str = "coupled"
+    kv_bytes: int | None = None
+    prefix_bytes: int | None = None
+
+    def app(self) -> FastAPI:
+        """Loads the pair, and returns the server's application."""
+        shoal = self.load()
+        return make_app(shoal, self._engines(shoal, QUANTUM), self.settings)
+
+    def offline(self) -> Offline:
+        """Loads the pair, and returns it as an `Offline`, which answers batch files."""
+        shoal = self.load()
+        return Offline(shoal, self._engines(shoal), self.settings)
+
+    def _engines(self, shoal: Shoal, quantum: int | None = None) -> Callable[[], Engine]:
+        def make() -> Engine:
+            budget = kv_budget(shoal.target.device) if self.kv_bytes is None else self.kv_bytes
+            kept, rows = divided(budget, self.prefix_bytes)
+            LOG.info(
+                "keys and values may take %s bytes",
+                "any number of" if rows is None else f"{rows:,}",
+            )
+            LOG.info("prompts that are kept for later requests may take %s bytes more", f"{kept:,}")
+            engine = shoal.engine(
+                self.lookahead,
+                RULES[self.rule](),
+                kv_bytes=rows,
+                prefix_bytes=kept,
+                quantum=quantum,
+            )
+            with LoadStages().stage("preparing", "pair"):
+                engine.prepare()
+            return engine
+
+        return make
+
+
+def divided(budget: int | None, prefix_bytes: int | None) -> tuple[int, int | None]:
+    """Returns the bytes for kept prompts, and the bytes left for rows; None = no limit.
+
+    Raises:
+        RequestError: no bytes are left for rows.
+    """
+    if budget is None:
+        return (MOST_PREFIX_BYTES if prefix_bytes is None else prefix_bytes), None
+    kept = (
+        min(int(PREFIX_SHARE * budget), MOST_PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
+    )
+    if kept >= budget:
+        raise RequestError(
+            f"kept prompts may not take all {budget:,} bytes of keys and values: got {kept:,}"
+        )
+    return kept, budget - kept
 
 
 BEARER = HTTPBearer(auto_error=False, description="The API key, where the server has one.")

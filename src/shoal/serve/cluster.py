@@ -30,11 +30,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.errors import ModelError, RequestError
 from shoal.serve import logs
+from shoal.serve.app import ServeConfig
 from shoal.serve.logs import HEADER
 from shoal.serve.prometheus_metrics import REPORT_SECONDS, Reporter
 from shoal.serve.relay import flush_logs, printed_logs, send_logs
 from shoal.serve.run import bind
-from shoal.serve.serve_config import ServeConfig
 
 LOG = logging.getLogger(__name__)
 DEPLOYMENT = "shoal"

@@ -13,9 +13,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from shoal.errors import InternalError, ModelError, ShoalError
 from shoal.serve.api_errors import Json
+from shoal.serve.app import ServeConfig
 from shoal.serve.batch_lines import MAX_DEATHS, BatchLine, Blocks, LineBlock, LineError
 from shoal.serve.cluster import Share, connected, warn_if_too_small
-from shoal.serve.serve_config import ServeConfig
 
 if TYPE_CHECKING:
     from shoal.serve.handler import Offline

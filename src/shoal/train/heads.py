@@ -7,7 +7,7 @@ counts 0.8^i of the first. Heads share the target's matrix to the vocabulary, wh
 small.
 
 EAGLE-3 heads learn their target's distribution from its hidden states, and from their own where
-they will have no others (`shoal.models.drafted_passes`). The target's matrix to the vocabulary
+they will have no others (`shoal.drafting.distillation`). The target's matrix to the vocabulary
 stays as it is.
 
 Prompt tokens learn the target's distribution further on, as Medusa heads do.

@@ -130,9 +130,9 @@ def test_drafts_are_those_of_the_definition(pair: Pair, monkeypatch: pytest.Monk
     assert difference(pair, proposals) < 1e-4
     assert drafter.kept_bytes == 0
     first, second = (Row(Request((1,)), place, 0, 0, [1], frozenset(), 9) for place in range(2))
-    drafter._states._last[first] = torch.ones(32)
+    drafter._last[first] = torch.ones(32)
     drafter.replace([(second, first)])
-    assert torch.equal(drafter._states._last[second], torch.ones(32))
+    assert torch.equal(drafter._last[second], torch.ones(32))
     assert drafter.kept_bytes == 2 * 32 * 4
     for owner, name, wrong in SABOTAGES:
         with monkeypatch.context() as patch:

@@ -218,8 +218,8 @@ def test_states_kept_for_medusa_take_what_is_planned() -> None:
     drafter = MedusaDrafter(guessing(WIDTH, WORDS), 2, keeps=Keeps(state, per_row=state, tokens=1))
     decoded(target, drafter, Fixed(3), chunk=8)
     held = [
-        *drafter._states._last.values(),
-        *(piece for _, pieces, _ in drafter._states._prompts._of.values() for piece in pieces),
+        *drafter._last.values(),
+        *(piece for _, pieces, _ in drafter._prompts._of.values() for piece in pieces),
     ]
     assert drafter.kept_bytes == storages(held) == drafter.keeps.of_request(40, 3)
 

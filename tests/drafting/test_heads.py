@@ -61,8 +61,8 @@ def test_tokens_are_those_of_plain_decoding(nodes: int, max_batch: int, rule: Ru
         assert 0 < stats.draft_passes <= stats.rounds
         if not temperature:  # heads that are right are accepted as far as they reach, from the first round on
             assert stats.acceptance_length > (3.0 if nodes else 3.2)
-        assert not drafter._states._last
-        assert not drafter._states._prompts._of
+        assert not drafter._last
+        assert not drafter._prompts._of
 
 
 def test_a_shifted_hidden_state_costs_acceptance_and_no_exactness(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_trees_are_the_most_probable_paths() -> None:
     probs = torch.tensor([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1]])
     drafter = MedusaDrafter(lambda x: probs.log()[:, None].expand(2, len(x), 3), 1, nodes=4)
     row = Row(Request((1, 2)), 0, 0, 0, [1, 2], frozenset(), 1000)
-    drafter._states._last[row] = torch.zeros(3)
+    drafter._last[row] = torch.zeros(3)
     tree = drafter.propose(DraftInputs([row], [4], torch.zeros(1, 5), lambda q, u: u))
     assert list(tree.drafts) == [[0, 0, 1, 0]]  # 0.6, 0.6 * 0.7, 0.3, then 0.3 * 0.7 before 0.6 * 0.2
     assert [list(parents) for parents in tree.parents] == [[-1, 0, -1, 2]]

@@ -192,22 +192,7 @@ def medusa(
 
     Ctrl-C stops it: the weights so far can be used, and the same command goes on from there.
     """
-    source, prompts = task.checked()
-
-    def made() -> StagedTrainer:
-        from shoal.train import HeadsTraining
-        from shoal.train.heads import MedusaTrainer
-
-        training = HeadsTraining(
-            heads=heads,
-            layers=layers,
-            samples=texts.samples,
-            new_tokens=texts.new_tokens,
-            steps=steps,
-        )
-        return MedusaTrainer(task.out, source, prompts, training, run.device)
-
-    _train(made, f"medusa:{task.out}", run.json_output)
+    _train_heads("medusa", task, texts, run, heads=heads, layers=layers, steps=steps)
 
 
 @app.command(cls=ReadableCommand)
@@ -226,18 +211,7 @@ def eagle3(
 
     Ctrl-C stops it: the weights so far can be used, and the same command goes on from there.
     """
-    source, prompts = task.checked()
-
-    def made() -> StagedTrainer:
-        from shoal.train import HeadsTraining
-        from shoal.train.heads import Eagle3Trainer
-
-        training = HeadsTraining(
-            heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
-        )
-        return Eagle3Trainer(task.out, source, prompts, training, run.device)
-
-    _train(made, f"eagle3:{task.out}", run.json_output)
+    _train_heads("eagle3", task, texts, run, heads=ahead, steps=steps)
 
 
 @app.command(cls=ReadableCommand)
@@ -257,18 +231,28 @@ def ppd(
 
     Ctrl-C stops it: the weights so far can be used, and the same command goes on from there.
     """
+    _train_heads("ppd", task, texts, run, heads=ahead, steps=steps)
+
+
+def _train_heads(
+    kind: str, task: TaskOptions, texts: WrittenTextOptions, run: RunOptions, **sizes: int
+) -> None:
+    """Trains heads of one kind.
+
+    Args:
+        kind: the name of the drafter.
+        sizes: the further fields of `shoal.train.HeadsTraining`.
+    """
     source, prompts = task.checked()
 
     def made() -> StagedTrainer:
         from shoal.train import HeadsTraining
-        from shoal.train.heads import PpdTrainer
+        from shoal.train.heads import TRAINERS
 
-        training = HeadsTraining(
-            heads=ahead, samples=texts.samples, new_tokens=texts.new_tokens, steps=steps
-        )
-        return PpdTrainer(task.out, source, prompts, training, run.device)
+        training = HeadsTraining(samples=texts.samples, new_tokens=texts.new_tokens, **sizes)
+        return TRAINERS[kind](task.out, source, prompts, training, run.device)
 
-    _train(made, f"ppd:{task.out}", run.json_output)
+    _train(made, f"{kind}:{task.out}", run.json_output)
 
 
 def _train(made: Callable[[], StagedTrainer], draft: str, json_output: bool) -> None:

@@ -14,7 +14,7 @@ about a q.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.drafting.distillation import Learner, Passes, chance_of_most_probable
-from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
+from shoal.drafting.protocol import DraftCounters, DraftInputs, Keeps
 from shoal.drafting.text import CHOICES, NOTHING, independent, most_probable, tree_of
 from shoal.drafting.trained_heads import (
-    LastStates,
+    LastStateDrafter,
     fill,
+    last_states,
     layers_and_width,
     once,
     read_config,
@@ -35,10 +36,7 @@ from shoal.drafting.trained_heads import (
     whole_number,
 )
 from shoal.models.runner import Runner
-from shoal.sampling.scores import Scores
-from shoal.types.requests import Row
-from shoal.types.rounds import PrefillChunk
-from shoal.types.trees import DraftTree, Verdict
+from shoal.types.trees import DraftTree
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 ToVocabulary = Callable[[Tensor], Tensor]
@@ -156,14 +154,14 @@ def load_medusa(directory: Path, target: Runner) -> MedusaHeads:
     return made.to(target.device, target.dtype).eval().requires_grad_(False)
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(LastStateDrafter):
     """A drafter that proposes the most probable paths of the heads.
 
     Args:
         heads: hidden states [rows, width] -> logits [heads, rows, vocab].
-        layers: the number of the target's layers: its last hidden state is read.
+        layers: see `LastStateDrafter`.
         nodes: the nodes of a tree; 0 = chains.
-        keeps: the bytes of hidden states, of a prompt and of each row.
+        keeps: see `LastStateDrafter`; None = none.
     """
 
     name = "medusa"
@@ -175,28 +173,21 @@ class MedusaDrafter(Drafter):
         nodes: int = 0,
         keeps: Keeps | None = None,
     ) -> None:
-        self.max_nodes, self.hidden_layers = nodes, (layers,)
-        self._heads = heads
+        super().__init__(layers, keeps or Keeps())
+        self.max_nodes, self._heads = nodes, heads
         self.weights = heads if isinstance(heads, nn.Module) else None
-        self._states = LastStates()
-        self.keeps = keeps or Keeps()
         self._passes, self._seconds = 0, 0.0
 
     @classmethod
     def for_target(cls, target: Runner, *, directory: str, nodes: int = 16) -> MedusaDrafter:
         heads = once(target, directory, load_medusa)
-        layers, width = layers_and_width(target)
-        state = width * target.dtype.itemsize  # the last one of a prompt, and of each row
-        keeps = Keeps(state, per_row=state, tokens=1, on_device=True)
+        layers, keeps = last_states(target)
         return cls(heads, layers, nodes if target.takes_trees else 0, keeps)
-
-    def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
-        self._states.read(chunks, hidden)
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         started = time.perf_counter()
         found = [
-            self._states.of(row) if length else None
+            self.state_of(row) if length else None
             for row, length in zip(inputs.rows, inputs.lengths, strict=True)
         ]
         states = [state for state in found if state is not None]
@@ -217,22 +208,9 @@ class MedusaDrafter(Drafter):
         """
         return most_probable(self._heads(states).transpose(0, 1), CHOICES if self.max_nodes else 1)
 
-    def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        self._states.observe(rows, scores, verdict)
-
-    def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
-        self._states.copy(copies)
-
-    def end(self, rows: Sequence[Row]) -> None:
-        self._states.leave(rows)
-
     def learner(self) -> Learner | None:
         heads = self._heads
         return heads.learner(*self.hidden_layers) if isinstance(heads, MedusaHeads) else None
-
-    @property
-    def kept_bytes(self) -> int:
-        return self._states.bytes
 
     def take_counters(self) -> DraftCounters:
         taken = DraftCounters(self._passes, self._seconds)

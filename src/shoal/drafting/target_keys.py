@@ -26,9 +26,9 @@ from torch import Tensor
 from shoal.drafting.draft_slots import DraftMemory, DraftSlots
 from shoal.drafting.early_exit import EarlyExitDrafter, TargetSlots
 from shoal.drafting.model import ModelDrafter, OrdinarySteps
-from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps
+from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.text import NOTHING, tree_of
-from shoal.drafting.trained_heads import LastStates, layers_and_width, once
+from shoal.drafting.trained_heads import LastStateDrafter, last_states, once
 from shoal.errors import InternalError, UnsupportedModel
 from shoal.models.four_bits import four_bit_copy
 from shoal.models.runner import Runner
@@ -41,13 +41,12 @@ from shoal.models.target_models import (
     load_assistant,
     require_exit,
 )
-from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
-from shoal.types.rounds import Faults, PrefillChunk
-from shoal.types.trees import DraftTree, Verdict
+from shoal.types.rounds import Faults
+from shoal.types.trees import DraftTree
 
 
-class AssistantDrafter(Drafter):
+class AssistantDrafter(LastStateDrafter):
     """A drafter that samples k tokens per row from an assistant of its target.
 
     Args:
@@ -58,11 +57,8 @@ class AssistantDrafter(Drafter):
     name = "assistant"
 
     def __init__(self, assistant: Any, target: Runner) -> None:
-        layers, width = layers_and_width(target)
-        self.hidden_layers, self.weights = (layers,), assistant
-        state = width * target.dtype.itemsize
-        self.keeps = Keeps(state, per_row=state, tokens=1, on_device=True)
-        self._states = LastStates()
+        super().__init__(*last_states(target))
+        self.weights = assistant
         self._lent: _LentDrafter | None = None
 
     @classmethod
@@ -75,15 +71,12 @@ class AssistantDrafter(Drafter):
         )
         self._lent = _LentDrafter(model, target)
 
-    def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
-        self._states.read(chunks, hidden)
-
     def propose(self, inputs: DraftInputs) -> DraftTree:
         """Drafts for rows of which the target has a state, and keys beside a stored prompt's."""
         if self._lent is None:
             raise InternalError("a drafter that reads its target was not attached to an engine")
         found = [
-            self._states.of(row) if length and _has_keys(row) else None
+            self.state_of(row) if length and _has_keys(row) else None
             for row, length in zip(inputs.rows, inputs.lengths, strict=True)
         ]
         states = [state for state in found if state is not None]
@@ -95,19 +88,6 @@ class AssistantDrafter(Drafter):
             for state, length in zip(found, inputs.lengths, strict=True)
         ]
         return self._lent.propose(replace(inputs, lengths=lengths))
-
-    def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        self._states.observe(rows, scores, verdict)
-
-    def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
-        self._states.copy(copies)
-
-    def end(self, rows: Sequence[Row]) -> None:
-        self._states.leave(rows)
-
-    @property
-    def kept_bytes(self) -> int:
-        return self._states.bytes
 
     def take_counters(self) -> DraftCounters:
         return DraftCounters() if self._lent is None else self._lent.take_counters()

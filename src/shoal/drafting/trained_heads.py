@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shoal.drafting.protocol import Drafter, Keeps
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
 from shoal.models.runner import Runner
 from shoal.models.structure import Belongings
@@ -271,19 +272,33 @@ class PromptStates:
                 del self._left[key]
 
 
-class LastStates:
-    """The hidden state from which each row's last token was drawn, its prompt's at first."""
+def last_states(target: Runner) -> tuple[int, Keeps]:
+    """Returns the arguments of `LastStateDrafter` for a target."""
+    layers, width = layers_and_width(target)
+    state = width * target.dtype.itemsize
+    return layers, Keeps(state, per_row=state, tokens=1, on_device=True)
 
-    def __init__(self) -> None:
+
+class LastStateDrafter(Drafter):
+    """A drafter that reads the hidden state from which each row's last token was drawn.
+
+    A row's first one is its prompt's.
+
+    Args:
+        layers: the number of the target's layers: its last hidden state is read.
+        keeps: the bytes of hidden states, of a prompt and of each row.
+    """
+
+    def __init__(self, layers: int, keeps: Keeps) -> None:
+        self.hidden_layers, self.keeps = (layers,), keeps
         self._prompts = PromptStates(most=1)
         self._last: dict[Row, Tensor] = {}
         """The states [width] of the rows that had a round."""
 
-    def read(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
-        """Reads the arguments of `Drafter.read_prompts`."""
+    def read_prompts(self, chunks: Sequence[PrefillChunk], hidden: Sequence[Tensor]) -> None:
         self._prompts.read(chunks, hidden)
 
-    def of(self, row: Row) -> Tensor | None:
+    def state_of(self, row: Row) -> Tensor | None:
         """Returns the state of a row, [width]; None if there is none."""
         if row in self._last:
             return self._last[row]
@@ -291,21 +306,17 @@ class LastStates:
         return None if prompt is None else prompt[-1]
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        """Reads the arguments of `Drafter.observe`."""
         self._last.update(zip(rows, last_kept(scores, verdict), strict=True))
 
-    def copy(self, copies: Iterable[tuple[Row, Row]]) -> None:
-        """Copies states for pairs of a row and its parent."""
+    def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:
         self._last |= {row: self._last[parent] for row, parent in copies}
 
-    def leave(self, rows: Sequence[Row]) -> None:
-        """Forgets rows that have left."""
+    def end(self, rows: Sequence[Row]) -> None:
         self._prompts.leave(rows)
         for row in rows:
             self._last.pop(row, None)
 
     @property
-    def bytes(self) -> int:
-        """The bytes that are kept now."""
+    def kept_bytes(self) -> int:
         own = sum(state.numel() * state.element_size() for state in self._last.values())
         return self._prompts.bytes + own

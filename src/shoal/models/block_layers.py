@@ -31,7 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from shoal.models.bridge import NAME
-from shoal.models.eagle3_layer import Eagle3Model, over_target
+from shoal.models.eagle3_layer import Eagle3Model, config_of, over_target
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """A function (number of the layer, queries, keys, values) -> [rows, q, heads, dim].
@@ -193,29 +193,9 @@ class BlockModel(Eagle3Model):
 
 
 def block_config(values: dict[str, Any]) -> Qwen3Config:
-    """Makes the config of the layers from the entries of a published config.json.
-
-    Raises:
-        ValueError: Transformers does not take the config.
-        TypeError: Transformers does not take the config.
-    """
-    names = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "max_position_embeddings",
-        "hidden_act",
-        "attention_bias",
-    )
-    return Qwen3Config(**{name: values[name] for name in names if values.get(name) is not None})
+    """Makes the config of the layers, see `config_of`."""
+    found: Qwen3Config = config_of(Qwen3Config, values, "vocab_size", "num_hidden_layers")
+    return found
 
 
 def _by_head(attention: Any, projection: nn.Module, x: Tensor) -> Tensor:

@@ -267,30 +267,43 @@ def _with_mask(query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, T
     )
 
 
-def layer_config(values: dict[str, Any]) -> LlamaConfig:
-    """Makes the config of the layer from a published config.json.
+CONFIG_NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "hidden_act",
+    "attention_bias",
+)
+"""The entries of a published config.json that Transformers' layers of all heads read."""
+
+
+def config_of(kind: Callable[..., Any], values: dict[str, Any], *names: str) -> Any:
+    """Makes the config of layers from the entries of a published config.json.
+
+    Args:
+        kind: Transformers' class of the config.
+        values: the entries.
+        names: the names that are read beside `CONFIG_NAMES`.
 
     Raises:
         ValueError: Transformers does not take the config.
         TypeError: Transformers does not take the config.
     """
-    names = (
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "max_position_embeddings",
-        "hidden_act",
-        "attention_bias",
-        "mlp_bias",
-        "norm_before_residual",
-    )
-    return LlamaConfig(**{name: values[name] for name in names if values.get(name) is not None})
+    read = {name: values.get(name) for name in (*CONFIG_NAMES, *names)}
+    return kind(**{name: value for name, value in read.items() if value is not None})
+
+
+def layer_config(values: dict[str, Any]) -> LlamaConfig:
+    """Makes the config of the layer, see `config_of`."""
+    found: LlamaConfig = config_of(LlamaConfig, values, "mlp_bias", "norm_before_residual")
+    return found
 
 
 def flattened(values: dict[str, Any]) -> dict[str, Any]:

@@ -260,3 +260,11 @@ def hidden_but_own(places: Tensor, count: int, length: int) -> Tensor:
     return torch.zeros(seen.shape, device=places.device).masked_fill(
         ~seen, torch.finfo(torch.float32).min
     )[None, None]
+
+
+TRAINERS: dict[str, type[HeadsTrainer]] = {
+    "medusa": MedusaTrainer,
+    "eagle3": Eagle3Trainer,
+    "ppd": PpdTrainer,
+}
+"""The trainers by the name of the drafter."""

@@ -29,6 +29,7 @@ from shoal.cli.options import (
 from shoal.errors import RequestError
 
 if TYPE_CHECKING:
+    from shoal.evaluation.journal import Evaluation
     from shoal.evaluation.problems import Problem
     from shoal.evaluation.sampling import SamplingConfig
     from shoal.evaluation.sandbox import Sandbox
@@ -303,6 +304,28 @@ class EvalOutputOptions:
             yield Path(directory)
 
 
+@dataclass(frozen=True)
+class EvalOptions:
+    """The options of `shoal eval` by group; `source` has room for all samples of a problem."""
+
+    chosen: SetOptions
+    sampling: EvalSampling
+    speculation: SpeculationOptions
+    source: ModelSource
+    programs: SandboxOptions
+    output: EvalOutputOptions
+
+    def require_one_run(self, why: str) -> None:
+        """Refuses options that ask for several runs, or for files of one.
+
+        Raises:
+            RequestError: there are such options; `why` is in the message.
+        """
+        several = self.sampling.methods is not None or self.sampling.time_budget != "inf"
+        if several or self.output.out is not None:
+            raise RequestError(f"{why}: leave out --methods, --time-budget and --output")
+
+
 def options_of(sampling: EvalSampling, speculation: SpeculationOptions) -> dict[str, Any]:
     """Returns the options of `Shoal.generate`."""
     return {
@@ -357,3 +380,16 @@ def settings_of(eval_set: EvalSet, source: ModelSource, config: SamplingConfig) 
         "threads": torch.get_num_threads(),
         "shoal": __version__,
     }
+
+
+def interrupted(evaluation: Evaluation, done: str) -> str:
+    """Returns the message after Ctrl-C.
+
+    Args:
+        done: the verb of the problems that have samples.
+    """
+    every, missing = len(evaluation.tasks), len(evaluation.missing)
+    return (
+        f"interrupted: {every - missing} of {every} problems {done}; with --output, the same "
+        f"command goes on"
+    )

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from shoal.cli.console import EXIT_INTERRUPTED, plain_table, printable, stderr, stdout
 from shoal.cli.eval_kinds import show_wide
 from shoal.cli.eval_options import (
-    EvalOutputOptions,
-    EvalSampling,
+    EvalOptions,
     EvalSet,
     SandboxOptions,
-    SetOptions,
+    interrupted,
     options_of,
     settings_of,
 )
 from shoal.cli.option_groups import sampling_option
-from shoal.cli.options import ModelSource, SpeculationOptions, parse_lookahead
+from shoal.cli.options import ModelSource, parse_lookahead
 from shoal.cli.progress import with_progress
 from shoal.errors import RequestError
 
@@ -134,11 +133,7 @@ class PlannedEvaluation:
                 evaluation.grade(grader, with_progress)
                 isolation = sandbox.isolation
         except KeyboardInterrupt:
-            done, many = len(evaluation.tasks) - len(evaluation.missing), len(evaluation.tasks)
-            stderr().print(
-                f"interrupted: {done} of {many} problems planned; with --output, the same command "
-                f"goes on"
-            )
+            stderr().print(interrupted(evaluation, "planned"))
             return EXIT_INTERRUPTED
         names = [task.task_id for task in evaluation.tasks]
         summary = {
@@ -157,53 +152,41 @@ class PlannedEvaluation:
         return 0
 
 
-def evaluate_planned(
-    chosen: SetOptions,
-    sampling: EvalSampling,
-    planning: PlanOptions,
-    speculation: SpeculationOptions,
-    source: ModelSource,
-    programs: SandboxOptions,
-    output: EvalOutputOptions,
-) -> int:
+def evaluate_planned(call: EvalOptions, planning: PlanOptions) -> int:
     """Evaluates planned programs.
 
     Raises:
         RequestError: an option does not go with planning.
     """
-    if (
-        sampling.methods != "planned"
-        or sampling.time_budget != "inf"
-        or output.export
-        or chosen.chat
-    ):
+    sampling, output, programs = call.sampling, call.output, call.programs
+    others = sampling.methods != "planned" or sampling.time_budget != "inf"
+    if others or output.export or call.chosen.chat:
         raise RequestError(
             "planning has budgets and a comparison of its own: give --methods planned alone, and "
             "leave out --time-budget, --export and --chat"
         )
     from shoal.evaluation.planning import PlanConfig
 
-    eval_set, tests, left_out = with_public_tests(chosen.read(), planning.public_tests)
+    eval_set, tests, left_out = with_public_tests(call.chosen.read(), planning.public_tests)
     options = {
         name: value
-        for name, value in options_of(sampling, speculation).items()
+        for name, value in options_of(sampling, call.speculation).items()
         if name not in ("seed", "lookahead")
     }
     config = PlanConfig(
         sampling.n,
         options,
-        parse_lookahead(speculation.lookahead or "auto"),
+        parse_lookahead(call.speculation.lookahead or "auto"),
         sampling.seed,
         tokens=planning.plan_tokens,
         width=planning.plan_width,
         entropy=planning.plan_entropy,
         horizon=planning.plan_horizon,
     )
-    source = replace(source, max_batch=sampling.n)
-    settings = {**settings_of(eval_set, source, config), **vars(planning)}
+    settings = {**settings_of(eval_set, call.source, config), **vars(planning)}
     with output.directory() as directory:
         evaluation = PlannedEvaluation(eval_set, tests, left_out, config, settings)
-        return evaluation.run(directory, source, programs, as_json=output.json)
+        return evaluation.run(directory, call.source, programs, as_json=output.json)
 
 
 def show_planned(summary: Mapping[str, Any]) -> None:

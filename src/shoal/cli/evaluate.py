@@ -13,11 +13,13 @@ import typer
 from shoal.cli.console import EXIT_INTERRUPTED, imports_shown, stderr
 from shoal.cli.eval_kinds import Export, execute_solutions, read_exports, show_summary
 from shoal.cli.eval_options import (
+    EvalOptions,
     EvalOutputOptions,
     EvalSampling,
     EvalSet,
     SandboxOptions,
     SetOptions,
+    interrupted,
     options_of,
     parse_budgets,
     settings_of,
@@ -68,31 +70,17 @@ def evaluate(
             return execute_solutions(
                 chosen.read(), solutions, programs, directory, as_json=output.json
             )
+    source = replace(source, max_batch=sampling.n)
+    call = EvalOptions(chosen, sampling, speculation, source, programs, output)
     if chosen.set_ == "jsonschema":
-        return _evaluate_schemas(chosen, sampling, speculation, source, output)
+        return _evaluate_schemas(call)
     if chosen.cut is not None:
-        return _evaluate_cuts(
-            chosen,
-            chosen.cut,
-            sampling,
-            speculation=speculation,
-            source=source,
-            programs=programs,
-            output=output,
-        )
+        return _evaluate_cuts(call, chosen.cut)
     if "planned" in (sampling.methods or ""):
-        return evaluate_planned(
-            chosen,
-            sampling,
-            planning,
-            speculation=speculation,
-            source=source,
-            programs=programs,
-            output=output,
-        )
+        return evaluate_planned(call, planning)
     if planning != PlanOptions():
         raise RequestError("--plan-... and --public-tests are options of --methods planned")
-    return _evaluate_programs(chosen, sampling, speculation, source, programs, output)
+    return _evaluate_programs(call)
 
 
 def _require_outputs(chosen: SetOptions, output: EvalOutputOptions, *, samples: bool) -> None:
@@ -113,20 +101,12 @@ def _require_outputs(chosen: SetOptions, output: EvalOutputOptions, *, samples: 
         )
 
 
-def _evaluate_programs(
-    chosen: SetOptions,
-    sampling: EvalSampling,
-    speculation: SpeculationOptions,
-    source: ModelSource,
-    programs: SandboxOptions,
-    output: EvalOutputOptions,
-) -> int:
+def _evaluate_programs(call: EvalOptions) -> int:
     """Samples whole programs, executes them and reports; returns the exit code."""
-    budgets = parse_budgets(sampling.time_budget)
-    eval_set = chosen.read()  # before torch is imported, which takes seconds
+    budgets, output = parse_budgets(call.sampling.time_budget), call.output
+    eval_set = call.chosen.read()  # before torch is imported, which takes seconds
     exports = read_exports(output.export or (), eval_set)
-    source = replace(source, max_batch=sampling.n)
-    config = sampling.config(source, speculation)
+    config = call.sampling.config(call.source, call.speculation)
     drawn = output.plot and output.out is not None
     if drawn:
         from shoal.evaluation.figure import require_matplotlib
@@ -136,57 +116,62 @@ def _evaluate_programs(
         with imports_shown():
             from shoal.evaluation.journal import Evaluation
 
-        evaluation = Evaluation(
-            directory, eval_set.tasks, config, settings_of(eval_set, source, config)
-        )
-        return _evaluate(
-            evaluation,
-            eval_set,
-            source,
-            budgets,
-            programs,
-            exports,
-            plot=drawn,
-            as_json=output.json,
-        )
+        settings = settings_of(eval_set, call.source, config)
+        evaluation = Evaluation(directory, eval_set.tasks, config, settings)
+        try:
+            extra = _judged(evaluation, eval_set, call, exports)
+        except KeyboardInterrupt:
+            stderr().print(interrupted(evaluation, "sampled"))
+            return EXIT_INTERRUPTED
+        summary = evaluation.report(eval_set.scores, budgets, extra, plot=drawn)
+        if output.json:
+            print(json.dumps(summary, allow_nan=False))
+        else:
+            show_summary(summary, evaluation.directory if drawn else None)
+    return 0
 
 
-def _evaluate_cuts(
-    chosen: SetOptions,
-    kind: str,
-    sampling: EvalSampling,
-    speculation: SpeculationOptions,
-    source: ModelSource,
-    programs: SandboxOptions,
-    output: EvalOutputOptions,
-) -> int:
+def _judged(
+    evaluation: Evaluation, eval_set: EvalSet, call: EvalOptions, exports: Sequence[Export]
+) -> dict[str, Any]:
+    """Draws samples, exports and grades; returns further entries of the summary."""
+    import torch
+
+    from shoal.bench.machine import machine
+    from shoal.evaluation.sampling import Sampler
+
+    with _grader(eval_set, call.programs) as (grader, extra):
+        if evaluation.missing:
+            evaluation.sample(Sampler(call.source.load(), evaluation.config), with_progress)
+        for export in exports:
+            export.write(evaluation, eval_set)
+        evaluation.grade(grader, with_progress)
+    return {"machine": machine(torch.device("cpu")), **extra}
+
+
+def _evaluate_cuts(call: EvalOptions, kind: str) -> int:
     """Evaluates cut programs.
 
     Raises:
         RequestError: an option does not go with cuts.
     """
-    _require_one_run(sampling, output, "--cut compares ways to begin, once each")
+    call.require_one_run("--cut compares ways to begin, once each")
     from shoal.cli.eval_kinds import evaluate_cuts
 
-    options, source = options_of(sampling, speculation), replace(source, max_batch=sampling.n)
+    options, n = options_of(call.sampling, call.speculation), call.sampling.n
     return evaluate_cuts(
-        chosen.read(), kind, sampling.n, options, source, programs, as_json=output.json
+        call.chosen.read(), kind, n, options, call.source, call.programs, as_json=call.output.json
     )
 
 
-def _evaluate_schemas(
-    chosen: SetOptions,
-    sampling: EvalSampling,
-    speculation: SpeculationOptions,
-    source: ModelSource,
-    output: EvalOutputOptions,
-) -> int:
+def _evaluate_schemas(call: EvalOptions) -> int:
     """Evaluates schemas.
 
     Raises:
         RequestError: an option does not go with schemas.
     """
-    _require_one_run(sampling, output, "each schema is tried once")
+    call.require_one_run("each schema is tried once")
+    chosen = call.chosen
     if chosen.data is None:
         raise RequestError(
             "give the directory of the schemas: shoal eval jsonschema --data DIR; nothing is "
@@ -196,63 +181,10 @@ def _evaluate_schemas(
         raise RequestError("documents are written after the schema: leave out --cut and --chat")
     from shoal.cli.eval_kinds import evaluate_schemas
 
-    options, source = options_of(sampling, speculation), replace(source, max_batch=sampling.n)
+    options, n = options_of(call.sampling, call.speculation), call.sampling.n
     return evaluate_schemas(
-        chosen.data, chosen.limit, sampling.n, options, source, as_json=output.json
+        chosen.data, chosen.limit, n, options, call.source, as_json=call.output.json
     )
-
-
-def _require_one_run(sampling: EvalSampling, output: EvalOutputOptions, why: str) -> None:
-    """Refuses options that ask for several runs, or for files of one.
-
-    Raises:
-        RequestError: there are such options; `why` is in the message.
-    """
-    if sampling.methods is not None or sampling.time_budget != "inf" or output.out is not None:
-        raise RequestError(f"{why}: leave out --methods, --time-budget and --output")
-
-
-def _evaluate(
-    evaluation: Evaluation,
-    eval_set: EvalSet,
-    source: ModelSource,
-    budgets: list[float],
-    programs: SandboxOptions,
-    exports: Sequence[Export],
-    *,
-    plot: bool,
-    as_json: bool,
-) -> int:
-    """Draws samples, exports, grades and reports.
-
-    After Ctrl-C it tells how to go on.
-    """
-    from shoal.bench.machine import machine
-    from shoal.evaluation.sampling import Sampler
-
-    try:
-        with _grader(eval_set, programs) as (grader, extra):
-            if evaluation.missing:
-                evaluation.sample(Sampler(source.load(), evaluation.config), with_progress)
-            for export in exports:
-                export.write(evaluation, eval_set)
-            evaluation.grade(grader, with_progress)
-    except KeyboardInterrupt:
-        done, many = len(evaluation.tasks) - len(evaluation.missing), len(evaluation.tasks)
-        stderr().print(
-            f"interrupted: {done} of {many} problems sampled; with --output, the same command "
-            f"goes on"
-        )
-        return EXIT_INTERRUPTED
-    import torch
-
-    extra = {"machine": machine(torch.device("cpu")), **extra}
-    summary = evaluation.report(eval_set.scores, budgets, extra, plot=plot)
-    if as_json:
-        print(json.dumps(summary, allow_nan=False))
-    else:
-        show_summary(summary, evaluation.directory if plot else None)
-    return 0
 
 
 @contextmanager

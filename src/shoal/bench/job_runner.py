@@ -230,10 +230,8 @@ class BenchmarkRunner:
             else:
                 method.run(work)
         if device.type == "cpu" and method.countable and key not in self._peaks:
-            pair_costs, self._measured.pair_costs = (
-                self._measured.pair_costs,
-                copy.deepcopy(self._measured.pair_costs),
-            )
+            pair_costs = self._measured.pair_costs
+            self._measured.pair_costs = copy.deepcopy(self._measured.pair_costs)
             try:
                 short = replace(work, max_new_tokens=min(work.max_new_tokens, COUNTED_TOKENS))
                 self._peaks[key] = self._weights() + peak_tensor_bytes(partial(method.run, short))

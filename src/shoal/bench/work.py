@@ -250,10 +250,8 @@ class Load:
         config = runner.hf.config.get_text_config()
         if getattr(config, "num_experts_per_tok", None):
             return None
-        head, embedding = (
-            runner.hf.get_output_embeddings().weight,
-            runner.hf.get_input_embeddings().weight,
-        )
+        head = runner.hf.get_output_embeddings().weight
+        embedding = runner.hf.get_input_embeddings().weight
         looked_up = 0 if head is embedding else embedding.numel()
         used = runner.parameter_count - looked_up
         channels = (

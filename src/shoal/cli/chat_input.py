@@ -195,10 +195,8 @@ class TerminalLines:
             self._readline.read_history_file(history)
             self._readline.set_history_length(HISTORY_LINES)
         except OSError as error:
-            self.fault, self._history = (
-                f"lines are not kept in {str(history)!r}: {error.strerror}",
-                None,
-            )
+            self.fault = f"lines are not kept in {str(history)!r}: {error.strerror}"
+            self._history = None
 
 
 def history_file() -> Path:

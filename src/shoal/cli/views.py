@@ -181,10 +181,8 @@ class Board:
         return table
 
     def _counters(self) -> Text:
-        tokens, rounds = (
-            sum(len(row.ids) for row in self.rows),
-            sum(row.rounds for row in self.rows),
-        )
+        tokens = sum(len(row.ids) for row in self.rows)
+        rounds = sum(row.rounds for row in self.rows)
         seconds = time.perf_counter() - self.started_at
         said = [f"round {max(row.rounds for row in self.rows)}"]
         if self.acceptance:

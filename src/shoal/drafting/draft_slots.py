@@ -131,11 +131,9 @@ class DraftSlots:
         A chunk that does not follow the computed tokens is skipped: missing tokens are computed at
         the row's first draft.
         """
-        row, slot, ids = (
-            chunk.row,
-            chunk.slot,
-            chunk.row.request.prompt_ids[chunk.start : chunk.stop],
-        )
+        row = chunk.row
+        slot = chunk.slot
+        ids = row.request.prompt_ids[chunk.start : chunk.stop]
         complete = chunk.stop == row.prompt_length - 1
         if row.prefix is not None:
             if chunk.start == 0:

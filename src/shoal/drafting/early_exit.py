@@ -62,10 +62,8 @@ class EarlyExitDrafter(Drafter):
         self._attached, self._exits = target, {}
         if self.exit is None:
             layers = layer_count(target)
-            self.choice, self._head = (
-                ExitChoice(candidates(layers), layers, _head_share(target)),
-                head_of(target),
-            )
+            self.choice = ExitChoice(candidates(layers), layers, _head_share(target))
+            self._head = head_of(target)
 
     @property
     def _target(self) -> Runner:
@@ -172,10 +170,8 @@ def candidates(layers: int) -> list[int]:
 
 def _head_share(target: Runner) -> float:
     """Returns the number of layers that have as many weights as the head."""
-    head, embedding = (
-        target.hf.get_output_embeddings().weight,
-        target.hf.get_input_embeddings().weight,
-    )
+    head = target.hf.get_output_embeddings().weight
+    embedding = target.hf.get_input_embeddings().weight
     layers = sum(
         parameter.numel()
         for parameter in target.hf.parameters()

@@ -304,10 +304,8 @@ class Tally:
         return (self.accepted + PRIOR * prior) / (self.expected + PRIOR)
 
     def add(self, accepted: bool, expected: float) -> None:
-        self.accepted, self.expected = (
-            FADE * self.accepted + accepted,
-            FADE * self.expected + expected,
-        )
+        self.accepted = FADE * self.accepted + accepted
+        self.expected = FADE * self.expected + expected
 
     def fade(self) -> None:
         self.accepted, self.expected = FADE * self.accepted, FADE * self.expected

@@ -279,11 +279,9 @@ class Growth:
             same.copies += 1
             self.nodes.remove(place)
         else:
-            place.token, place.accepted, place.reach = (
-                token,
-                place.value * share,
-                parent.reach * mass,
-            )
+            place.token = token
+            place.accepted = place.value * share
+            place.reach = parent.reach * mass
             self._open(place)
         parent.draws.append(same or place)
         if len(parent.draws) < self._shape.children(parent) and after > 0:

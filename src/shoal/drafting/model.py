@@ -365,10 +365,8 @@ class OrdinarySteps:
             sound = torch.tensor(
                 [row not in self._faults for row in self._rows], device=tokens.device
             )
-            tokens, confidence = (
-                torch.where(sound | self._finite(logits), tokens, -1),
-                torch.where(sound, confidence, 0.0),
-            )
+            tokens = torch.where(sound | self._finite(logits), tokens, -1)
+            confidence = torch.where(sound, confidence, 0.0)
         self.last, self.steps = tokens, self.steps + 1
         return DraftedStep(q, tokens, confidence)
 

@@ -236,11 +236,9 @@ class PpdDrafter(Drafter):
         return placed(ending, plan.gains, plan.columns - len(draft), limits)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        placed, self._placed, self._known = (
-            self._placed,
-            {},
-            {row: k for row, k in self._known.items() if row not in rows},
-        )
+        placed = self._placed
+        self._placed = {}
+        self._known = {row: k for row, k in self._known.items() if row not in rows}
         if scores.columns is None:
             return
         paths, _ = verdict.lists

@@ -180,12 +180,10 @@ class _Round:
     """
 
     def __init__(self, drafter: ModelDrafter, trie: TokenTrie, inputs: DraftInputs) -> None:
-        self._drafter, self._trie, self._inputs, self._runner = (
-            drafter,
-            trie,
-            inputs,
-            drafter.runner,
-        )
+        self._drafter = drafter
+        self._trie = trie
+        self._inputs = inputs
+        self._runner = drafter.runner
         self._held, _ = drafter.lacking(inputs.rows, inputs.lengths)
         self._slots = drafter.slots(inputs.rows)
         own = [drafter.read_as(row).tokens for row in inputs.rows]

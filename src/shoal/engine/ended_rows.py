@@ -81,10 +81,8 @@ def _cut(row: Row, text: str, kept: int) -> tuple[str, int, str | None]:
         return text, kept, None
     if row.finish_reason == "eos":
         return text, kept, "complete"
-    tokens, scores = (
-        row.tokens[row.prompt_length :][:kept],
-        end_scores(row.logprobs[:kept], row.end_logprobs),
-    )
+    tokens = row.tokens[row.prompt_length :][:kept]
+    scores = end_scores(row.logprobs[:kept], row.end_logprobs)
     found = row.cutting.best_end(tokens, scores, len(text))
     if found is None or row.finish_reason == "error":
         return text, kept, "incomplete"

@@ -77,12 +77,10 @@ class Memory:
         row_bytes: int = 0,
         keeps: Keeps | None = None,
     ) -> None:
-        self.models, self._context, self._spare, self._most = (
-            models,
-            models[0].context,
-            spare + nodes,
-            most,
-        )
+        self.models = models
+        self._context = models[0].context
+        self._spare = spare + nodes
+        self._most = most
         self._nodes, self._keeps = nodes, keeps or Keeps()
         self._reserved, self._forced = 0, longest(spare - 1) + 1 - spare
         self._available, self._few, self._row_bytes = available, few, row_bytes

@@ -68,11 +68,9 @@ class Pair:
     ) -> None:
         self._models: tuple[Runner, Runner | None] | None = (target, draft_model)
         check_policy(prefix_sharing)
-        self.tokenizer, self.max_batch, self.prefix_sharing = (
-            tokenizer,
-            require_max_batch(plain(max_batch)),
-            prefix_sharing,
-        )
+        self.tokenizer = tokenizer
+        self.max_batch = require_max_batch(plain(max_batch))
+        self.prefix_sharing = prefix_sharing
         self.drafting = None if drafting is None or drafting.is_model else drafting
         self.proposable = proposable or Proposable()
         self.vocabularies, self.shared = self.proposable.vocabularies, self.proposable.shared

@@ -107,11 +107,9 @@ def sandbox_python() -> str:
 
 def protections(backend: str) -> dict[str, bool]:
     """Returns the resources that a program could reach, and whether this machine guards each."""
-    strongest, namespaces, landlock = (
-        backend == "bubblewrap",
-        backend != "limits",
-        sandbox_exec.landlock_version(),
-    )
+    strongest = backend == "bubblewrap"
+    namespaces = backend != "limits"
+    landlock = sandbox_exec.landlock_version()
     own_user = supervisor.spare_uid() is not None
     return {
         "the network by TCP": namespaces or landlock >= sandbox_exec.TCP_SINCE,

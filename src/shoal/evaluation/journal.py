@@ -137,12 +137,10 @@ class Evaluation:
         if not tasks:
             raise RequestError("nothing to evaluate: give a --limit of at least 1")
         open_directory(directory, dict(settings))
-        self.directory, self.tasks, self.config, self.settings = (
-            directory,
-            list(tasks),
-            config,
-            dict(settings),
-        )
+        self.directory = directory
+        self.tasks = list(tasks)
+        self.config = config
+        self.settings = dict(settings)
         self.samples, self.grades = Journal(directory / SAMPLES), Journal(directory / GRADES)
 
     @property

@@ -201,11 +201,9 @@ class ProblemRun:
         """
         completions = [self.task.complete(whole.text, whole.stopped) for whole in texts]
         rewards = self.rewards.of(completions)
-        tokens, seconds, executed = (
-            self.tokens - sum(costs),
-            self.seconds,
-            len(self.rewards.known),
-        )
+        tokens = self.tokens - sum(costs)
+        seconds = self.seconds
+        executed = len(self.rewards.known)
         for whole, completion, reward, cost in zip(texts, completions, rewards, costs, strict=True):
             tokens += cost
             spent = Spent(tokens, seconds, len(self.programs) + 1, executed, self.stats)

@@ -108,10 +108,8 @@ class Sampler:
             try:
                 for method in () if warm else methods:
                     self.attempt(method, task, prompt)
-                warm, attempts = (
-                    True,
-                    {method: self.attempt(method, task, prompt) for method in methods},
-                )
+                warm = True
+                attempts = {method: self.attempt(method, task, prompt) for method in methods}
             except RequestError as error:
                 yield {
                     "task_id": task.task_id,

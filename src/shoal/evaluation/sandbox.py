@@ -291,10 +291,8 @@ class Sandbox:
 
     def _run(self, backend: str, files: Mapping[str, str], steps: Sequence[Step]) -> StepResult:
         workdir = os.path.join(tempfile.gettempdir(), f"shoal-{uuid.uuid4().hex}")
-        programs, more = (
-            [step.command[0] for step in steps],
-            [path for step in steps for path in step.readable],
-        )
+        programs = [step.command[0] for step in steps]
+        more = [path for step in steps for path in step.readable]
         visible = isolation.visible(programs, more)
         job = {
             "workdir": workdir,

@@ -275,10 +275,8 @@ def rouge_grader(documents: Sequence[Document]) -> Grader:
         raise RequestError(
             "summaries are compared by the rouge-score package: pip install '.[eval]'"
         ) from None
-    scorer, references = (
-        RougeScorer(list(ROUGE), use_stemmer=True),
-        {d.task_id: d.summary for d in documents},
-    )
+    scorer = RougeScorer(list(ROUGE), use_stemmer=True)
+    references = {d.task_id: d.summary for d in documents}
 
     def grade(completions: Completions) -> Iterator[Grade]:
         for task_id, text in completions:

@@ -79,10 +79,8 @@ class GenerateBatch:
         It takes one number from torch's generator: the seed of all of them.
         """
         temperature, seed = 1.0 if self.config.do_sample else 0.0, int(torch.randint(1 << 62, ()))
-        limits, keep_logits = (
-            self._limits(),
-            self._returns("output_scores") or self._returns("output_logits"),
-        )
+        limits = self._limits()
+        keep_logits = self._returns("output_scores") or self._returns("output_logits")
         return [
             Request(
                 prompt,
@@ -216,10 +214,8 @@ def _for_row(processor: Any, row: int, rows: int) -> Any:
 
 def _scores(row: Row) -> Iterator[Tensor]:
     """Yields the processed scores [vocab] float32 of each committed token."""
-    ids, processors = (
-        torch.tensor([row.tokens]),
-        LogitsProcessorList(row.request.sampling.processors),
-    )
+    ids = torch.tensor([row.tokens])
+    processors = LogitsProcessorList(row.request.sampling.processors)
     for t, logits in enumerate(row.logits):
         yield processors(
             ids[:, : row.prompt_length + t].to(logits.device),

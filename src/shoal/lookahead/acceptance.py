@@ -163,10 +163,8 @@ class Acceptance:
         more, whose = (
             seen & (place == drafted) & (drafted == accepted) & (place < self.limit)
         ).nonzero()
-        where, outcomes = (
-            np.concatenate([lines, more]),
-            np.concatenate([hits, expected[more, whose]]),
-        )
+        where = np.concatenate([lines, more])
+        outcomes = np.concatenate([hits, expected[more, whose]])
         self._positions.add(place[where, 0], outcomes, ages[where], len(rounds))
 
     def _learn_rows(
@@ -242,11 +240,9 @@ class Record:
     def add(self, tried: Tried, seconds: float, tokens: float) -> None:
         """Adds a round of the rows that are left."""
         if self._places is None:
-            self.seconds, self.tokens, self.full = (
-                self.seconds + seconds,
-                self.tokens + tokens,
-                self.full + 1,
-            )
+            self.seconds += seconds
+            self.tokens += tokens
+            self.full += 1
         else:
             drafted, accepted, confidence = tried
             tried = Tried(

@@ -260,12 +260,10 @@ class PairCosts:
     def __init__(self, packed: bool) -> None:
         self.packed = packed
         self.acceptance, self.trees = Acceptance(LIMIT), TreeSizes(LIMIT)
-        self.verify, self.start, self.draft, self.preparing = (
-            CostCurve(),
-            CostCurve(),
-            CostCurve(),
-            CostCurve(),
-        )
+        self.verify = CostCurve()
+        self.start = CostCurve()
+        self.draft = CostCurve()
+        self.preparing = CostCurve()
         self.rounds = 0
         self.calibrations: dict[int, float] = {}
         self.credit = Credit()

@@ -315,12 +315,10 @@ class Stopping:
 
     def shorten(self, position: int, confidence: Sequence[float]) -> list[int]:
         """Shortens drafts, see `shoal.lookahead.auto.Auto.shorten`."""
-        ends, survivals, edges, cost = (
-            self._ends,
-            self._open,
-            Acceptance.EDGES,
-            self.plan.position_cost,
-        )
+        ends = self._ends
+        survivals = self._open
+        edges = Acceptance.EDGES
+        cost = self.plan.position_cost
         after, worth = position + 1, 0.0
         for row, sure in enumerate(confidence):
             survival = survivals[row]

@@ -41,11 +41,9 @@ class Eagle3Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         width, dim = config.hidden_size, config.head_dim
-        self.heads, self.kv_heads, self.dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            dim,
-        )
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.dim = dim
         sizes = self.heads, self.kv_heads, self.kv_heads
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(2 * width, heads * dim, bias=config.attention_bias) for heads in sizes

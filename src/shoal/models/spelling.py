@@ -61,12 +61,10 @@ class Spelling:
         pads: bool = False,
         fallbacks: Collection[int] = (),
     ) -> None:
-        self.pieces, self.special, self.end, self.begin = (
-            dict(pieces),
-            dict(special or {}),
-            end,
-            tuple(begin),
-        )
+        self.pieces = dict(pieces)
+        self.special = dict(special or {})
+        self.end = end
+        self.begin = tuple(begin)
         self._encode, self._pads = encode, pads
         self._ids: dict[bytes, list[int]] = {}
         for i in sorted(self.pieces, key=lambda i: (i in fallbacks, i)):

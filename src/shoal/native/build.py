@@ -325,10 +325,8 @@ def loaded(place: Path) -> ctypes.CDLL:
         for suffix in SUFFIXES.values():
             for name, arguments in SIGNATURES.items():
                 function = getattr(made, f"{name}_{suffix}")
-                function.argtypes, function.restype = (
-                    arguments,
-                    ctypes.c_int if name in ("product", "attend", "decode") else None,
-                )
+                function.argtypes = arguments
+                function.restype = ctypes.c_int if name in ("product", "attend", "decode") else None
             getattr(made, f"draft_{suffix}").argtypes = [ctypes.POINTER(DraftStepStruct)]
             getattr(made, f"draft_{suffix}").restype = ctypes.c_int64
         made.team.argtypes, made.team.restype = [ctypes.c_int64], ctypes.c_int64

@@ -184,10 +184,8 @@ def _reason(top: float, row: Row, position: int, failure: str) -> ShoalError:
         top: the highest logit.
         failure: the message of a constraint, or "".
     """
-    sampling, where = (
-        row.request.sampling,
-        f"row {row.index} of request {row.group}, draft position {position}",
-    )
+    sampling = row.request.sampling
+    where = f"row {row.index} of request {row.group}, draft position {position}"
     if not math.isfinite(top):
         return BadLogits(f"{where}: expected a finite highest logit and no NaN, got {top}")
     controls = [

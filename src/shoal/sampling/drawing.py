@@ -97,11 +97,9 @@ def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tupl
         middle = low + (high - low) / 2
         held = row_sums(torch.ge(keys, middle, out=scratch).mul_(weights))
         up, down = unfinished & (held >= mass), unfinished & (held < mass)
-        low, high, above = (
-            torch.where(up, middle, low),
-            torch.where(down, middle, high),
-            torch.where(down, held, above),
-        )
+        low = torch.where(up, middle, low)
+        high = torch.where(down, middle, high)
+        above = torch.where(down, held, above)
         if step >= _HALVINGS:
             counts = [row_sums(torch.ge(keys, bound, out=scratch)).long() for bound in (low, high)]
             count = counts[0] - counts[1]

@@ -21,12 +21,10 @@ from shoal.config import PARAMETERS
 from shoal.errors import OutOfMemory, RequestError, ShoalError
 from shoal.values import is_int
 
-COMPLETIONS, CHAT, RESPONSES, INFILL = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/infill",
-)
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+INFILL = "/infill"
 Json = dict[str, Any]
 ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 """The ends of lines that some readers of events know beside the line feed, and halves of surrogate

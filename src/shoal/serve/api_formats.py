@@ -183,12 +183,10 @@ class CompletionFormat(ApiFormat):
     """The format of /v1/completions."""
 
     request_model, prompt_field = CompletionRequest, "prompt"
-    id_prefix, object_name, chunk_name, prompt_in_choice = (
-        "cmpl-",
-        "text_completion",
-        "text_completion",
-        True,
-    )
+    id_prefix = "cmpl-"
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+    prompt_in_choice = True
 
     def _first_fields(self, echo: str | None) -> Json | None:
         return None if echo is None else {"text": echo}
@@ -223,12 +221,10 @@ class ChatFormat(ApiFormat):
     """The format of /v1/chat/completions."""
 
     request_model, prompt_field = ChatRequest, "messages"
-    id_prefix, object_name, chunk_name, prompt_in_choice = (
-        "chatcmpl-",
-        "chat.completion",
-        "chat.completion.chunk",
-        False,
-    )
+    id_prefix = "chatcmpl-"
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    prompt_in_choice = False
 
     def _first_fields(self, echo: str | None) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}

@@ -312,10 +312,8 @@ def _answer_routes(handler: ApiHandler) -> APIRouter:
 
 
 async def _answer(handler: ApiHandler, request: Request, path: str) -> Response:
-    fields, owner = (
-        await access.read_body(request, handler.settings.max_body),
-        getattr(request.state, "owner", ""),
-    )
+    fields = await access.read_body(request, handler.settings.max_body)
+    owner = getattr(request.state, "owner", "")
     response = await (
         handler.infill(fields, owner) if path == INFILL else handler.handle(path, fields, owner)
     )

@@ -63,12 +63,10 @@ class EngineThread:
         on_failed_pass: Callable[[str], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._make_engine, self._on_commits, self._on_failed_pass, self._on_end = (
-            make_engine,
-            on_commits,
-            on_failed_pass,
-            on_end,
-        )
+        self._make_engine = make_engine
+        self._on_commits = on_commits
+        self._on_failed_pass = on_failed_pass
+        self._on_end = on_end
         self._engine: Engine | None = make_engine()
         self.stats = self._engine.stats
         self.failure: BaseException | None = None

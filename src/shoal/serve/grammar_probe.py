@@ -62,11 +62,9 @@ class ProbedAlphabet:
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.tokens = [text.encode("latin-1") for text in setup["tokens"]]
-        self.special_token_ids, self.eos_token_id, self.bos_token_id = (
-            setup["special"],
-            setup["end"],
-            None,
-        )
+        self.special_token_ids = setup["special"]
+        self.eos_token_id = setup["end"]
+        self.bos_token_id = None
         special = set(self.special_token_ids)
         self._ids = {text: i for i, text in enumerate(self.tokens) if text and i not in special}
         self._longest = max(map(len, self._ids), default=0)

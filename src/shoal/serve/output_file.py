@@ -53,11 +53,9 @@ class OutputFile:
         settings: Mapping[str, Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._lines, self._settings = (
-            path,
-            {line.id: line for line in lines},
-            dict(settings),
-        )
+        self._path = path
+        self._lines = {line.id: line for line in lines}
+        self._settings = dict(settings)
         self._clock, self._synced_at, self._unsynced = clock, clock(), 0
         self.ids: set[str | int] = set()
         self.failed: set[str | int] = set()

@@ -180,10 +180,8 @@ class ReasoningReader:
         found = self._waiting.find(closing)
         self.characters = self._read
         if found >= 0:
-            shown, self._waiting = (
-                self._waiting[:found].rstrip(),
-                self._waiting[found + len(closing) :],
-            )
+            shown = self._waiting[:found].rstrip()
+            self._waiting = self._waiting[found + len(closing) :]
             self.characters -= len(self._waiting)
             self._inside, self._over = False, True
         else:
@@ -212,9 +210,7 @@ def _up_to(word: str) -> str:
     first, *rest = map(_escaped, word)
     again, away = first, f"[^{first}{rest[-1]}]"
     for character in reversed(rest[:-1]):
-        again, away = (
-            f"(?:{first}|{character}{again})",
-            f"(?:[^{first}{character}]|{character}{away})",
-        )
+        again = f"(?:{first}|{character}{again})"
+        away = f"(?:[^{first}{character}]|{character}{away})"
     begin = f"{first}{again}*"
     return f"(?:[^{first}]|{begin}{away})*{begin}{''.join(rest)}"

@@ -120,10 +120,8 @@ class LimitedProtocol(H11Protocol):
             return
         self._stop_timer()
         if phase in ARRIVAL_TIMEOUT_SECONDS:
-            self._phase, self._timer = (
-                phase,
-                self.loop.call_later(ARRIVAL_TIMEOUT_SECONDS[phase], self._time_out),
-            )
+            self._phase = phase
+            self._timer = self.loop.call_later(ARRIVAL_TIMEOUT_SECONDS[phase], self._time_out)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

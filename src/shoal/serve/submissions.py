@@ -128,12 +128,10 @@ class Submission:
         grammar_field: str = "grammar",
     ) -> None:
         self.grammar_field = grammar_field
-        self.requests, self.rows, self.stream, self.detailed = (
-            list(requests),
-            rows,
-            stream,
-            detailed,
-        )
+        self.requests = list(requests)
+        self.rows = rows
+        self.stream = stream
+        self.detailed = detailed
         self.open = sum(request.n for request in requests)
         self.members: list[Row] = []
         self.timeline = Timeline(self.open)
@@ -234,10 +232,8 @@ class Submission:
     def _new_tokens(self, index: int, row: Row, sample: Sample | None) -> tuple[TokenUpdate, ...]:
         """Returns unsent tokens whose text is complete and that no stop string can remove."""
         text = row.detokenizer
-        start, end = (
-            self._sent_tokens[index],
-            len(sample.token_ids) if sample else text.covering(text.shown),
-        )
+        start = self._sent_tokens[index]
+        end = len(sample.token_ids) if sample else text.covering(text.shown)
         self._sent_tokens[index] = end
         tops: Sequence[TopLogprobs | None] = row.top_logprobs or [None] * row.new_tokens
         return tuple(

@@ -26,10 +26,8 @@ It raises ValueError, SyntaxError or RecursionError for a text that is no call.
 """
 PYTHON_NAMES = {"true": True, "false": False, "null": None}
 GEMMA_QUOTE = '<|"|>'
-LISTED, MAY_BE_LISTED = (
-    re.compile(r"\s*\[\s*([\w.]+)\s*\("),
-    re.compile(r"\s*(?:\[\s*(?:[\w.]+\s*)?)?\Z"),
-)
+LISTED = re.compile(r"\s*\[\s*([\w.]+)\s*\(")
+MAY_BE_LISTED = re.compile(r"\s*(?:\[\s*(?:[\w.]+\s*)?)?\Z")
 """The beginning of a list of calls in Python, and the texts that may become it."""
 
 

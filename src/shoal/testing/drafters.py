@@ -251,10 +251,8 @@ def _tokens(
     )
     rows: list[Row] = []
     for length in range(1, 5):
-        prompt, sampling = (
-            tuple(i % target.vocab_size for i in range(length)),
-            Sampling(temperature=temperature, seed=length),
-        )
+        prompt = tuple(i % target.vocab_size for i in range(length))
+        sampling = Sampling(temperature=temperature, seed=length)
         constraints = (_NoRepeats(),) if length == 3 else ()
         rows += engine.submit(
             Request(prompt, 2, sampling, Limits(max_new_tokens=5 * length), constraints=constraints)

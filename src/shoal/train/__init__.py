@@ -109,12 +109,10 @@ class StagedTrainer(ABC):
         device: str = "cpu",
         **fixed: object,
     ) -> None:
-        self.out, self.training, self.source, self.device = (
-            out,
-            training,
-            source,
-            torch.device(device),
-        )
+        self.out = out
+        self.training = training
+        self.source = source
+        self.device = torch.device(device)
         own = {name: getattr(training, name) for name in ("new_tokens", "temperature")}
         self.samples = OwnSamples(
             out / "training", source, prompts, count=training.samples, fixed=fixed, **own

@@ -86,11 +86,9 @@ def shrunk(
                 name,
                 next(n for n in range(max(1, value * width // full), 0, -1) if few % n == 0),
             )
-    made.num_hidden_layers, made.hidden_size, made.num_attention_heads = (
-        layers,
-        width,
-        heads * width // full,
-    )
+    made.num_hidden_layers = layers
+    made.hidden_size = width
+    made.num_attention_heads = heads * width // full
     made.tie_word_embeddings = True
     if hasattr(made, "quantization_config"):
         del made.quantization_config

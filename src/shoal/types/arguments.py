@@ -164,10 +164,8 @@ def _is_list(value: Any) -> bool:
 
 
 def _setting(name: str, cls: Any, options: Mapping[str, Any]) -> Any:
-    whole, own = (
-        options.get(name),
-        {f.name: options[f.name] for f in fields(cls) if f.name in options},
-    )
+    whole = options.get(name)
+    own = {f.name: options[f.name] for f in fields(cls) if f.name in options}
     if whole is None:
         return cls(**own)
     if not isinstance(whole, cls):

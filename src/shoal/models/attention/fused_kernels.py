@@ -185,10 +185,8 @@ def attend(
     high = tl.where(first_column < count, high, low)
     shared_low, shared_high = tl.minimum(low, offset), tl.minimum(high, offset)
     own_low, own_high = tl.maximum(low, offset), tl.maximum(high, offset)
-    shared_blocks, own_blocks = (
-        tl.cdiv(shared_high - shared_low, BLOCK_K),
-        tl.cdiv(own_high - own_low, BLOCK_K),
-    )
+    shared_blocks = tl.cdiv(shared_high - shared_low, BLOCK_K)
+    own_blocks = tl.cdiv(own_high - own_low, BLOCK_K)
     each = tl.cdiv(shared_blocks + own_blocks, SPLITS)
     begin, end = split * each, (split + 1) * each  # this share, in blocks over both ranges
 

@@ -312,11 +312,9 @@ class RowStore:
             self.enter(slot)
             if taken is None:
                 continue
-            length, prefix, offset = (
-                source.lengths[taken],
-                source.prefixes[taken],
-                source._offset(taken),
-            )
+            length = source.lengths[taken]
+            prefix = source.prefixes[taken]
+            offset = source._offset(taken)
             self.gaps[slot] = max(0, length - first - recent)
             self.lengths[slot] = length - self.gaps[slot]
             positions = np.arange(self.lengths[slot])

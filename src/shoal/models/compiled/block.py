@@ -121,10 +121,8 @@ class Block:
             self._numbers.copy_(torch.from_numpy(self.empty()))
             self.tokens = self._whole[self.size(bucket) :].view(rows, bucket.q)
         else:
-            self._numbers, self.tokens = (
-                numbers,
-                torch.zeros(rows, bucket.q, dtype=torch.long, device=device),
-            )
+            self._numbers = numbers
+            self.tokens = torch.zeros(rows, bucket.q, dtype=torch.long, device=device)
         positions, words, self.cells, bounds = self._numbers.split([block, block, block, 4 * rows])
         self.positions, self.bounds = positions.view(rows, bucket.q), bounds.view(4, rows)
         self.words = words.view(rows, bucket.q) if bucket.q > 1 else None

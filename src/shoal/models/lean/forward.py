@@ -166,10 +166,8 @@ class NativePass:
             (shared_keys, shared_values) if self._plan.into is not None else (keys, values)
         )
         if layer.query_norm is not None and layer.key_norm is not None:
-            heads.query_norm, heads.key_norm = (
-                layer.query_norm.weight.data_ptr(),
-                layer.key_norm.weight.data_ptr(),
-            )
+            heads.query_norm = layer.query_norm.weight.data_ptr()
+            heads.key_norm = layer.key_norm.weight.data_ptr()
             heads.eps = layer.query_norm.eps
         self._kernels.heads(self._heads_at)
         if not self._attends:
@@ -293,10 +291,8 @@ class LeanPass:
             Hidden states [rows, q, layers * width], or packed [1, tokens, layers * width]; None
             without `hidden_layers`.
         """
-        decoder, tokens = (
-            self.decoder,
-            plan.pack(known_tokens(plan, tokens, len(self.decoder.embedding))),
-        )
+        decoder = self.decoder
+        tokens = plan.pack(known_tokens(plan, tokens, len(self.decoder.embedding)))
         do = self._kernels(plan, cache, method)
         x = embedded(tokens.flatten(), partial(decoder.embedding.index_select, 0), vectors)
         # Copied: the next layer may overwrite its input.

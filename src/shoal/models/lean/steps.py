@@ -77,10 +77,8 @@ class LeanSteps:
         vocab_size = drawing.vocab_size
         rows = plan.rows
         logits = torch.empty(rows, 1, whole.decoder.head.shape[0], dtype=whole.decoder.dtype)
-        self._tokens, self._probs = (
-            torch.empty(most, rows, dtype=torch.long),
-            torch.empty(most, rows),
-        )
+        self._tokens = torch.empty(most, rows, dtype=torch.long)
+        self._probs = torch.empty(most, rows)
         self._highest = torch.empty(most, rows) if drawing.want_highest else None
         self._q = torch.empty(most, rows, vocab_size) if drawing.want_q else None
         work = whole.prepared(plan, pending, cache, logits, ahead=most)

@@ -144,11 +144,9 @@ def _load(session: ChatSession, argument: str) -> str:
 
 def _system(session: ChatSession, argument: str) -> str:
     session.conversation.system = argument or None
-    return (
-        f"the system message is: {_short(argument)}"
-        if argument
-        else "there is no system message now"
-    )
+    if argument:
+        return f"the system message is: {_short(argument)}"
+    return "there is no system message now"
 
 
 def _set(session: ChatSession, argument: str) -> str:

@@ -120,11 +120,9 @@ class PromptSet:
     @property
     def count(self) -> str:
         """The number of measured prompts, with the number of given ones if it differs."""
-        return (
-            str(len(self.ids))
-            if self.given == len(self.ids)
-            else f"{len(self.ids)} of {self.given}"
-        )
+        if self.given == len(self.ids):
+            return str(len(self.ids))
+        return f"{len(self.ids)} of {self.given}"
 
     def within(self, tokens: int) -> PromptSet | None:
         """Returns the prompts of at most that many tokens; None if there are none."""

@@ -167,11 +167,9 @@ def document(
 def _worth(output: Output) -> dict[str, Any]:
     """Returns the effective number and the log mass of weighted samples."""
     number, mass = output.effective_samples, output.log_mass
-    return (
-        {}
-        if number is None or mass is None
-        else {"effective_samples": number, "log_mass": _finite(mass)}
-    )
+    if number is None or mass is None:
+        return {}
+    return {"effective_samples": number, "log_mass": _finite(mass)}
 
 
 def sample_document(

@@ -234,11 +234,9 @@ class _DocumentReader:
         """
         items = schema.get("items")
         if isinstance(items, dict) and isinstance(items.get("$ref"), str):
-            return (
-                resolved(self._root, items["$ref"])
-                if len(items) == 1 and not _embeds(self._root)
-                else True
-            )
+            if len(items) == 1 and not _embeds(self._root):
+                return resolved(self._root, items["$ref"])
+            return True
         return items
 
     def _any_of(self, schema: dict[str, Any], made: dict[str, Any]) -> dict[str, Any]:

@@ -77,11 +77,9 @@ def sentence_piece(piece: str) -> bytes:
 def byte_level(piece: str) -> bytes:
     """Returns the bytes of a token of byte-level BPE; empty if it has other letters."""
     letters = byte_letters()
-    return (
-        bytes(letters[letter] for letter in piece)
-        if all(letter in letters for letter in piece)
-        else b""
-    )
+    if all(letter in letters for letter in piece):
+        return bytes(letters[letter] for letter in piece)
+    return b""
 
 
 @cache

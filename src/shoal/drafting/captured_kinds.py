@@ -221,11 +221,9 @@ class RoundKinds:
         """Returns the rounds built over the present caches, with the drafter's cache if k > 0."""
         target, drafting = self._models(k)
         built = target.passes.generation(target.cache)
-        return (
-            built.rounds
-            if drafting is None
-            else built.rounds_with(drafting.passes.generation(drafting.cache))
-        )
+        if drafting is None:
+            return built.rounds
+        return built.rounds_with(drafting.passes.generation(drafting.cache))
 
     def _round(self, kind: Kind) -> CapturedRound:
         """Returns the round of a kind; a new round has no functions yet."""

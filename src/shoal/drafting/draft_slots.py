@@ -240,11 +240,9 @@ class DraftSlots:
         Returns:
             The number of tokens copied.
         """
-        return (
-            0
-            if self.kept is None
-            else self.kept.load(self._cache, row.request.owner, tokens, self.of(row), prefix)
-        )
+        if self.kept is None:
+            return 0
+        return self.kept.load(self._cache, row.request.owner, tokens, self.of(row), prefix)
 
     def _keep(self, row: Row, tokens: Sequence[int]) -> None:
         if self.kept is not None:

@@ -354,11 +354,9 @@ class Eagle3Drafter(ModelDrafter):
         prompt = self._prompts.of(row) if before < row.prompt_length - 1 else None
         parts = [] if prompt is None else [prompt[before:stop]]
         parts += self._own_pieces(row, before, stop)
-        return (
-            torch.cat(parts)
-            if parts
-            else torch.empty(0, self._heads.features, dtype=self.model.dtype)
-        )
+        if parts:
+            return torch.cat(parts)
+        return torch.empty(0, self._heads.features, dtype=self.model.dtype)
 
     def _own_pieces(self, row: Row, start: int, stop: int) -> list[Tensor]:
         """Returns a row's hidden states behind its prompt, of the positions start..stop - 1.

@@ -266,11 +266,9 @@ class ExitChoice:
     @property
     def acceptances(self) -> dict[int, float]:
         """The acceptance rate of each exit; empty until a round has compared them."""
-        return (
-            {exit: found / self._columns for exit, found in self._agreed.items()}
-            if self._columns
-            else {}
-        )
+        if self._columns:
+            return {exit: found / self._columns for exit, found in self._agreed.items()}
+        return {}
 
     def best(self, most: int) -> tuple[int, int]:
         """Returns the exit that drafts, and the longest draft length.

@@ -276,11 +276,9 @@ class Detokenizer:
         Once the row is over, all pieces together are the user's text.
         """
         start = max(self.ends[index - 1] if index else 0, self.visible_from)
-        return (
-            self.text[start:]
-            if index == len(self.ends) - 1
-            else self.text[start : self.ends[index]]
-        )
+        if index == len(self.ends) - 1:
+            return self.text[start:]
+        return self.text[start : self.ends[index]]
 
     def take(self, *, final: bool) -> str:
         """Returns the text that was not taken before.

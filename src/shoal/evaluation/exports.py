@@ -102,11 +102,9 @@ class ExportFormat:
         many, size = len(programs), self.sets[set_name].size
         samples = max(map(len, programs.values()))
         said = self.command.format(set=set_name, file=file, problems=many, samples=samples)
-        return (
-            f"{said} ({many} of its {size} problems: it needs all)"
-            if self.whole and many < size
-            else said
-        )
+        if self.whole and many < size:
+            return f"{said} ({many} of its {size} problems: it needs all)"
+        return said
 
 
 def _solutions(programs: Programs) -> str:

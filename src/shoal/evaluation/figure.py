@@ -190,11 +190,9 @@ def rows(summary: Mapping[str, Any]) -> Iterator[list[str]]:
 def percent(estimate: Mapping[str, float | None]) -> str:
     """Writes an estimate such as "61.5 [58, 65]"."""
     mean, low, high = estimate["mean"], estimate["low"], estimate["high"]
-    return (
-        "–"
-        if mean is None or low is None or high is None
-        else f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
-    )
+    if mean is None or low is None or high is None:
+        return "–"
+    return f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 def number(estimate: Mapping[str, float | None], form: str) -> str:

@@ -302,11 +302,9 @@ def _over(
     table: SampleTable, grid: Sequence[float], metric: Callable[[SampleTable, float], Floats]
 ) -> Floats:
     """Computes a metric at each budget of a grid, [P, B]."""
-    return (
-        np.stack([metric(table, budget) for budget in grid], axis=1)
-        if grid
-        else np.zeros((len(table.seconds), 0))
-    )
+    if grid:
+        return np.stack([metric(table, budget) for budget in grid], axis=1)
+    return np.zeros((len(table.seconds), 0))
 
 
 def _bands(values: Floats, bootstrap: Bootstrap) -> dict[str, list[float]]:

@@ -169,11 +169,9 @@ def event_for(device: torch.device) -> Any:
 
     Returns None for a device whose work is done when a call returns.
     """
-    return (
-        torch.cuda.Event(enable_timing=True)
-        if device.type == "cuda" and torch.cuda.is_available()
-        else None
-    )
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.Event(enable_timing=True)
+    return None
 
 
 def _stream(device: torch.device) -> Any:

@@ -281,11 +281,9 @@ def tokenizer_at_hand(hf: Any) -> Any:
     Returns None if there is no tokenizer.
     """
     try:
-        return (
-            load_tokenizer(hf.config.name_or_path, local_files_only=True)
-            if hf.config.name_or_path
-            else None
-        )
+        if hf.config.name_or_path:
+            return load_tokenizer(hf.config.name_or_path, local_files_only=True)
+        return None
     except RequestError:
         return None
 

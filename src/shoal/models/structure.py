@@ -148,11 +148,9 @@ def _context(config: Any) -> int:
 def rope_parameters(config: Any) -> list[Mapping[str, Any]]:
     """Returns the RoPE parameters of a model: one mapping, or one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return (
-        list(rope.values())
-        if rope and all(isinstance(value, Mapping) for value in rope.values())
-        else [rope]
-    )
+    if rope and all(isinstance(value, Mapping) for value in rope.values()):
+        return list(rope.values())
+    return [rope]
 
 
 Value = TypeVar("Value")

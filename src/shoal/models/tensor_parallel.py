@@ -96,11 +96,9 @@ def capture_obstacle(backend: str) -> str | None:
     Args:
         backend: the name of the library that joins the sums of the processes.
     """
-    return (
-        None
-        if "nccl" in backend
-        else f"{backend} joins the sums of several processes on the host, which no graph can hold"
-    )
+    if "nccl" in backend:
+        return None
+    return f"{backend} joins the sums of several processes on the host, which no graph can hold"
 
 
 class _Leading(Runner):

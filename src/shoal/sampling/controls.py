@@ -211,11 +211,9 @@ def _reason(top: float, row: Row, position: int, failure: str) -> ShoalError:
 
 def _name(constraint: Any) -> str:
     """Returns a filter or grammar as it is written, another constraint by its class."""
-    return (
-        _short(constraint)
-        if isinstance(constraint, Filter | Grammar)
-        else type(constraint).__name__
-    )
+    if isinstance(constraint, Filter | Grammar):
+        return _short(constraint)
+    return type(constraint).__name__
 
 
 def _short(value: Any) -> str:

@@ -259,11 +259,9 @@ def _distribution(
         if finite(probs[..., 0]):  # one impossible position makes NaN of all its probabilities
             return probs
     scores = possible(scores, logits, positions, faults)
-    return (
-        truncation.truncated_softmax(scores.flatten(0, 1), sampling).view(scores.shape)
-        if truncates
-        else scores.softmax(-1)
-    )
+    if truncates:
+        return truncation.truncated_softmax(scores.flatten(0, 1), sampling).view(scores.shape)
+    return scores.softmax(-1)
 
 
 def _best(scores: Tensor, logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:

@@ -227,11 +227,9 @@ def _block_sums(weights: Tensor) -> Tensor:
     # Converted first: torch's sum into another dtype is not vectorised.
     sums = weights[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1, dtype=torch.float64)
     rest = weights[:, whole:]
-    return (
-        torch.cat([sums, rest.sum(-1, keepdim=True, dtype=torch.float64)], dim=-1)
-        if rest.shape[-1]
-        else sums
-    )
+    if rest.shape[-1]:
+        return torch.cat([sums, rest.sum(-1, keepdim=True, dtype=torch.float64)], dim=-1)
+    return sums
 
 
 def _first_above(weights: Tensor, cumulative: Tensor, threshold: Tensor) -> Tensor:

@@ -133,11 +133,9 @@ def reason(method: str, path: str, allowed: str | None) -> str:
             f"paths of the API begin with /v1: {path} is /v1{path} here; /openapi.json lists "
             f"all paths"
         )
-    return (
-        f"this server has no such path; {HAVE.split('; ')[1]}"
-        if found is None
-        else f"this server has no {found}; {HAVE}"
-    )
+    if found is None:
+        return f"this server has no such path; {HAVE.split('; ')[1]}"
+    return f"this server has no {found}; {HAVE}"
 
 
 MAX_REPORTED_ERRORS = 10

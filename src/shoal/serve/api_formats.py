@@ -141,11 +141,9 @@ class ApiFormat(ABC):
     @property
     def reasoning_tokens(self) -> int:
         """The number of tokens so far that begin within the reasoning, once its end is known."""
-        return (
-            0
-            if self._reasoning is None
-            else sum(start < self._reasoning.characters for start in self._starts)
-        )
+        if self._reasoning is None:
+            return 0
+        return sum(start < self._reasoning.characters for start in self._starts)
 
     def _note_starts(self, tokens: Sequence[TokenUpdate]) -> None:
         """Notes the places in the sample's text where its tokens begin."""

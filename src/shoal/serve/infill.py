@@ -279,13 +279,9 @@ class InfillResponse:
     def _selected(self, body: Json) -> Json:
         """Returns the fields that were asked for, each by its path."""
         wanted = self.request.response_fields
-        return (
-            body
-            if wanted is None
-            else {
-                path: value for path in wanted if (value := _at(body, path.split("/"))) is not None
-            }
-        )
+        if wanted is None:
+            return body
+        return {path: value for path in wanted if (value := _at(body, path.split("/"))) is not None}
 
 
 def _at(value: Any, path: Sequence[str]) -> Any:

@@ -71,13 +71,9 @@ class PromptEncoder:
 
     def encode_text(self, text: str, special: bool) -> tuple[int, ...]:
         """Returns the ids of a text, with or without the special tokens that the tokenizer adds."""
-        return (
-            encoded(self._tokenizer, text)
-            if special
-            else tuple(
-                encoded_plain(partial(self._tokenizer.encode, add_special_tokens=False), text)
-            )
-        )
+        if special:
+            return encoded(self._tokenizer, text)
+        return tuple(encoded_plain(partial(self._tokenizer.encode, add_special_tokens=False), text))
 
     def decode(self, ids: Sequence[int], field: str) -> str:
         """Returns the text of a field's ids, special tokens included.

@@ -263,11 +263,9 @@ def _led(
 
 def _under(request: Request, grammar: Grammar | None, **more: Any) -> Request:
     """Returns the request under a grammar and more of its sampling, if there is a grammar."""
-    return (
-        request
-        if grammar is None
-        else replace(request, sampling=replace(request.sampling, grammar=grammar, **more))
-    )
+    if grammar is None:
+        return request
+    return replace(request, sampling=replace(request.sampling, grammar=grammar, **more))
 
 
 def _require_compatible(request: CompletionRequest, n: int, drawn: int) -> None:

@@ -152,11 +152,9 @@ def _of(kind: str, value: Any, field: str, compact: bool = False) -> Grammar:
         if kind == "grammar":
             return Grammar("lark", as_lark(value))
         whitespace = "compact" if compact else "bounded"
-        return (
-            Grammar("json_object", "", whitespace)
-            if kind == "json_object"
-            else _schema(value, whitespace)
-        )
+        if kind == "json_object":
+            return Grammar("json_object", "", whitespace)
+        return _schema(value, whitespace)
 
 
 def _schema(value: Any, whitespace: str) -> Grammar:

@@ -72,11 +72,9 @@ def _bytes(piece: str) -> bytes | None:
     byte, known = fallback(piece), byte_letters()
     if byte is not None:
         return byte
-    return (
-        bytes(known[letter] for letter in piece)
-        if all(letter in known for letter in piece)
-        else None
-    )
+    if all(letter in known for letter in piece):
+        return bytes(known[letter] for letter in piece)
+    return None
 
 
 def finite(value: float | None) -> float | None:

@@ -95,11 +95,9 @@ WRITTEN = {
 
 def format_of(template: str | None) -> CallFormat | None:
     """Returns the format in which a template writes calls; None for none that is read here."""
-    return (
-        None
-        if template is None or any(mark in template for mark in UNREAD)
-        else next((found for mark, found in (WRITTEN | MARKS).items() if mark in template), None)
-    )
+    if template is None or any(mark in template for mark in UNREAD):
+        return None
+    return next((found for mark, found in (WRITTEN | MARKS).items() if mark in template), None)
 
 
 class Call(NamedTuple):

@@ -161,11 +161,9 @@ def log_mean(logs: Sequence[float]) -> float:
 def effective(logs: Sequence[float]) -> float:
     """Returns the effective sample size of weights given by their logs, in 0..their number."""
     mean = log_mean(logs)
-    return (
-        0.0
-        if mean == -math.inf
-        else len(logs) * math.exp(2 * mean - log_mean([2 * each for each in logs]))
-    )
+    if mean == -math.inf:
+        return 0.0
+    return len(logs) * math.exp(2 * mean - log_mean([2 * each for each in logs]))
 
 
 @dataclass(frozen=True)

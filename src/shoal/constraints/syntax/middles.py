@@ -132,11 +132,9 @@ class GrammarMiddle(Cutting):
             return None
         new = own[state.healing :]
         column = _read(self._quotients, state.column, new)
-        return (
-            None
-            if column is None
-            else GrammarText(column, state.written + new, max(0, state.healing - len(own)))
-        )
+        if column is None:
+            return None
+        return GrammarText(column, state.written + new, max(0, state.healing - len(own)))
 
     def _is_complete(self, column: Column, written: bytes) -> bool:
         """Returns True if the chart, and lark's own parser if there is one, take the whole."""

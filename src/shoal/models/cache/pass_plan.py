@@ -351,11 +351,9 @@ class Plan(PassRows):
             if self.gaps is None
             else list(map(sum, zip(self.offsets, self.gaps, strict=True)))
         )
-        return (
-            self.positions - torch.tensor(before, device=self.device)[:, None]
-            if any(before)
-            else self.positions
-        )
+        if any(before):
+            return self.positions - torch.tensor(before, device=self.device)[:, None]
+        return self.positions
 
     @cached_property
     def firsts(self) -> Tensor:

@@ -146,11 +146,9 @@ class Block:
 
         They are one buffer where the block has a buffer of its own, else a copy.
         """
-        return (
-            torch.cat([self._numbers, self.tokens.flatten()])
-            if self._whole is None
-            else self._whole
-        )
+        if self._whole is None:
+            return torch.cat([self._numbers, self.tokens.flatten()])
+        return self._whole
 
     @property
     def firsts(self) -> Tensor:

@@ -77,11 +77,9 @@ class PlanState:
     def unpacked(self, query: Tensor) -> Tensor:
         """Converts [tokens, heads, dim] to [rows, q, heads, dim]."""
         plan = self._plan
-        return (
-            plan.unpack(query[None])
-            if plan.packed
-            else query.view(plan.rows, plan.q, *query.shape[1:])
-        )
+        if plan.packed:
+            return plan.unpack(query[None])
+        return query.view(plan.rows, plan.q, *query.shape[1:])
 
     def packed(self, attended: Tensor) -> Tensor:
         """Converts [rows, q, heads, dim] to [tokens, heads, dim]."""

@@ -210,11 +210,9 @@ class PackedLinear(nn.Linear):
         ):
             return F.linear(x, weight, self.bias)
         y = matrix.linear(x)
-        return (
-            y
-            if matrix.shape[0] == self.out_features
-            else y.narrow(-1, weight.start, self.out_features).contiguous()
-        )
+        if matrix.shape[0] == self.out_features:
+            return y
+        return y.narrow(-1, weight.start, self.out_features).contiguous()
 
 
 LINEARS = (nn.Linear, PackedLinear)
@@ -253,11 +251,9 @@ def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> 
         each.use(matrix)
     if set(done) - {AS_IS} and hasattr(hf, "save_pretrained"):
         hf.save_pretrained = SavePretrained(hf)
-    return (
-        ", ".join(f"{count} {form}" for form, count in done.most_common())
-        if len(done) > 1
-        else next(iter(done), AS_IS)
-    )
+    if len(done) > 1:
+        return ", ".join(f"{count} {form}" for form, count in done.most_common())
+    return next(iter(done), AS_IS)
 
 
 def _matrices(shared: Sequence[_Shared]) -> Iterator[Matrix]:

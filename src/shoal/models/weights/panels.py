@@ -111,11 +111,9 @@ class PanelMatrix(Matrix):
         )
 
     def _products(self) -> Products:
-        return (
-            _products(self._weight, self.bias, self.shape)
-            if self.form == PACKED
-            else super()._products()
-        )
+        if self.form == PACKED:
+            return _products(self._weight, self.bias, self.shape)
+        return super()._products()
 
     def nbytes(self) -> int:
         return self._weight.nbytes + (

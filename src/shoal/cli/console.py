@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich import box
@@ -102,12 +101,7 @@ class StatusLine:
         threading.Thread(target=self._print, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _value: BaseException | None,
-        _tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.ended.set()
         if self in self.printed:
             self.printed.remove(self)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -117,12 +116,7 @@ class Board:
         self.live.start()
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _value: BaseException | None,
-        _tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.live.update(self.render(), refresh=True)
         self.live.stop()
 
@@ -203,12 +197,7 @@ class RunView(Protocol):
 
     def __enter__(self) -> Any: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> Any: ...
+    def __exit__(self, *_: object) -> Any: ...
 
     def add(self, increment: Increment) -> None:
         """Shows the text that a round added to a row."""
@@ -220,12 +209,7 @@ class Unseen:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     def add(self, increment: Increment) -> None:

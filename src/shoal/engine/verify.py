@@ -254,26 +254,27 @@ def verify(
             rows are those of the guided target.
         feed: appends a block to slots, and returns its logits; None = by the target.
     """
-    block, counts, parents = plain = _block(target, rows, tree)
+    block = _block(target, rows, tree)
     slots = [row.slot for row in rows]
     if feed is None:
-        logits = target.feed(slots, block, counts, parents=parents)
+        tokens, counts, parents = block
+        logits = target.feed(slots, tokens, counts, parents=parents)
     else:
-        logits = feed(slots, plain)
+        logits = feed(slots, block)
     own = logits[:, : tree.m + 1]
-    if guides and tree.probes is not None:
-        plain = _block(target, rows, replace(tree, probes=None))
-    said = [found for one in guides if (found := one.logits(rows, plain)) is not None]
+    if guides and tree.probes is not None:  # vectors of the target alone
+        block = _block(target, rows, replace(tree, probes=None))
+    guiding = [found for one in guides if (found := one.logits(rows, block)) is not None]
     odds = None
-    if said:
+    if guiding:
         samplings = [row.request.sampling for row in rows]
         if any(one.posterior for one in samplings):
             odds = ClassOdds(rows, tree)
-        own = guided(own, said[0], samplings, said[1] if said[1:] else None, odds)
+        own = guided(own, guiding[0], samplings, guiding[1] if guiding[1:] else None, odds)
     scores = scores_of(target, rows, tree, own)
     columns = None if tree.probes is None else logits
     scores = replace(scores, hidden=target.hidden, columns=columns, odds=odds)
-    if not all(finite(one[..., 0]) for one in (logits, *said)):
+    if not all(finite(one[..., 0]) for one in (logits, *guiding)):
         # A state that is NaN makes NaN of every logit. What its column has left in the cache must
         # be found wherever it stands.
         scores.p()

@@ -76,9 +76,8 @@ def require_place(*places: Path | None, made_at: str | None = None) -> None:
             named = commit() if made_at is None else made_at
             if not re.fullmatch("[0-9a-f]{12,}", named):
                 raise RequestError(
-                    f"results in {'/'.join(KEPT)} must name the commit they were made at, and "
-                    f"this is {named}: commit the "
-                    "changes first, or write elsewhere"
+                    f"results in {'/'.join(KEPT)} must name the commit they were made at, and this "
+                    f"is {named}: commit the changes first, or write elsewhere"
                 )
 
 

@@ -196,8 +196,8 @@ def _require_packages(ray: bool) -> None:
             import shoal.serve.handler  # noqa: F401
     except ImportError as error:
         raise RequestError(
-            f"shoal batch needs more packages ({error}): "
-            f"pip install '.[{'ray' if ray else 'serve'}]'"
+            f"shoal batch needs more packages ({error}): pip install "
+            f"'.[{'ray' if ray else 'serve'}]'"
         ) from error
     if ray:
         ray_cluster()  # before there is an output

@@ -194,9 +194,8 @@ class ChatSession:
         most = self._model.target.context
         if len(ids) >= most:
             raise RequestError(
-                f"the conversation has {len(ids)} tokens, and this model holds {most}, those of "
-                f"an answer included: "
-                "/undo takes a message back, /reset begins anew"
+                f"the conversation has {len(ids)} tokens, and this model holds {most}, those of an "
+                "answer included: /undo takes a message back, /reset begins anew"
             )
 
     def _is_answer(self, sample: Sample) -> bool:

@@ -292,8 +292,7 @@ def number_format(runner: Runner) -> CheckResult:
     else:
         figure += (
             f". In {name} the same call with the same seed may give other tokens each time: "
-            f"rounding depends on the shapes of "
-            "the passes, and these on batch and draft lengths"
+            "rounding depends on the shapes of the passes, and these on batch and draft lengths"
         )
     advice = (
         ""

@@ -255,9 +255,9 @@ def trim(case: CheckCase, k: int, texts: Sequence[str]) -> CheckResult:
     kept = vocabulary.most_used(counts, k, size, always)
     path = vocabulary.save_trim(place, kept, tokenizer)
     figure = (
-        f"{path} keeps {len(kept)} of the {draft.vocab_size} tokens of the drafter's head, and "
-        f"the next load reads it; chosen by "
-        f"one half of {counts.total()} tokens, as many hold {share:.1%} of the other"
+        f"{path} keeps {len(kept)} of the {draft.vocab_size} tokens of the drafter's head, and the "
+        f"next load reads it; chosen by one half of {counts.total()} tokens, as many hold "
+        f"{share:.1%} of the other"
     )
     data = {"kept": len(kept), "of": draft.vocab_size, "share": share, "counted": counts.total()}
     advice = "give more text (--trim-text), or a larger K" if share < LEAST else ""

@@ -283,8 +283,7 @@ class ChatOptions:
         typer.Option(
             "--chat",
             help="Each prompt is a message, which the model answers by its chat template. "
-            "--system, --messages and "
-            "--chat-template mean it too.",
+            "--system, --messages and --chat-template mean it too.",
         ),
     ] = False
     system: Annotated[

@@ -203,8 +203,8 @@ def report(console: Console, job: DemoJob, measured: Measurements) -> None:
     console.print()
     console.print(
         f"{counted(job.n, 'sample')} of at most {job.options['max_new_tokens']} tokens, "
-        f"T={job.options['temperature']:g}, "
-        f"lookahead {job.lookahead}, {dtype} on {job.model.target.device}; {runs}"
+        f"T={job.options['temperature']:g}, lookahead {job.lookahead}, {dtype} on "
+        f"{job.model.target.device}; {runs}"
     )
     console.print()
     console.print(comparison(measured.plain, measured.speculative))
@@ -214,8 +214,8 @@ def report(console: Console, job: DemoJob, measured: Measurements) -> None:
     else:
         console.print(NOT_DRAFTED, style="bold", soft_wrap=not console.is_terminal)
     console.print(
-        f"greedy identical: {measured.identity.summary} "
-        f"({dtype}, {counted(measured.identity.rows, 'row')})"
+        f"greedy identical: {measured.identity.summary} ({dtype}, "
+        f"{counted(measured.identity.rows, 'row')})"
     )
     if not measured.identity.holds and not job.exact:
         console.print(

@@ -106,8 +106,7 @@ class SetOptions:
         sampling_option(
             "--cut",
             help="Cut each solution inside a token of this class, and go on: as it is, with "
-            "--align, and from where the token "
-            "begins.",
+            "--align, and from where the token begins.",
         ),
     ] = None
 
@@ -174,8 +173,7 @@ class SandboxOptions:
         Isolation,
         typer.Option(
             help="What isolates programs; auto: the strongest that keeps them from files and "
-            "network here, or none. "
-            "limits leaves the network open."
+            "network here, or none. limits leaves the network open."
         ),
     ] = "auto"
 
@@ -197,8 +195,8 @@ class SandboxOptions:
 
 EXPORT_HELP = (
     "Write the samples for another evaluator: evalplus:FILE.jsonl, or bigcode:FILE.json for the "
-    "BigCode evaluation harness. "
-    "Repeatable; of batched speculation, unless --methods leaves it out."
+    "BigCode evaluation harness. Repeatable; of batched speculation, unless --methods leaves it "
+    "out."
 )
 
 

@@ -96,8 +96,8 @@ class SpeculationOptions:
         speed_option(
             "--rule",
             help="How drafts are accepted. coupled: a seed's tokens do not depend on draft "
-            "lengths. rejection: accepts more. auto: "
-            "coupled with a seed, else rejection. typical: lossy.",
+            "lengths. rejection: accepts more. auto: coupled with a seed, else rejection. typical: "
+            "lossy.",
         ),
     ] = "auto"
 
@@ -217,8 +217,7 @@ class ModelSource(PlacedPair):
             "--attention",
             metavar="METHOD",
             help="How ragged rows are attended to: auto, pad, split, bifurcated, fused (CUDA), "
-            "native (CPU), strict or "
-            "reference.",
+            "native (CPU), strict or reference.",
         ),
     ] = "auto"
     max_batch: MaxBatchOption = "auto"
@@ -227,8 +226,7 @@ class ModelSource(PlacedPair):
         speed_option(
             "--compile",
             help="CUDA graphs; on a CPU kernels in C, compiled once. auto = where that is "
-            "possible; modules = auto, with the "
-            "model's own modules for all but attention.",
+            "possible; modules = auto, with the model's own modules for all but attention.",
         ),
     ] = "auto"
     strict: Annotated[
@@ -356,9 +354,9 @@ class SamplingOptions(SampleOptions):
             "--exact",
             metavar="KIND",
             help="weights: weigh samples under --align so that they are samples of p; smc: and "
-            "resample them while they run; asap: "
-            "and draw them by what earlier ones have shown; asap+smc: both; distinct: whole texts "
-            "without replacement, so that no two samples are equal.",
+            "resample them while they run; asap: and draw them by what earlier ones have shown; "
+            "asap+smc: both; distinct: whole texts without replacement, so that no two samples are "
+            "equal.",
         ),
     ] = None
 

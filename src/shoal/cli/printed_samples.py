@@ -79,8 +79,7 @@ def describe(sample: Sample) -> str:
     weight = "" if sample.log_weight is None else f", log weight {sample.log_weight:.3f}"
     return (
         f"mean logprob {sample.mean_logprob:.3f}{weight}, {sample.finish_reason}{late}, "
-        f"{counted(len(sample.token_ids), 'token')}, "
-        f"{per_round:.2f}/round"
+        f"{counted(len(sample.token_ids), 'token')}, {per_round:.2f}/round"
     )
 
 

@@ -64,8 +64,8 @@ def serve(
             from shoal.serve import app, run
     except ImportError as error:
         raise RequestError(
-            f"shoal serve needs more packages ({error}): "
-            f"pip install '.[{'ray' if machines.ray else 'serve'}]'"
+            f"shoal serve needs more packages ({error}): pip install "
+            f"'.[{'ray' if machines.ray else 'serve'}]'"
         ) from error
     rule = "coupled" if speculation.rule == "auto" else speculation.rule
     names = naming.name or [name_of(source.model or "bundled")]

@@ -85,8 +85,7 @@ class AddressOptions:
         Path | None,
         address_option(
             help="A file of API keys, one a line, a weight behind it or not. Without it, the "
-            "key in SHOAL_API_KEY; without both, "
-            "open to all."
+            "key in SHOAL_API_KEY; without both, open to all."
         ),
     ] = None
     cors_origin: Annotated[
@@ -225,8 +224,7 @@ class ServedSpeculation:
         Rule,
         speed_option(
             help="How drafts are accepted. coupled: a seed's tokens come again, whoever else is "
-            "served. rejection: accepts more, "
-            "and seeds are refused. auto = coupled."
+            "served. rejection: accepts more, and seeds are refused. auto = coupled."
         ),
     ] = "auto"
 

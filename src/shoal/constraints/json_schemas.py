@@ -279,9 +279,8 @@ def _require_countable(schema: dict[str, Any]) -> None:
     others = schema.get("additionalProperties") is not False or "patternProperties" in schema
     if isinstance(least, (int, float)) and least > max(named, 1) and others:
         raise RequestError(
-            f"the json_schema grammar cannot be used: minProperties {least} with keys that are "
-            f"not listed, "
-            "as a key could come twice; list keys in required, or leave minProperties out"
+            f"the json_schema grammar cannot be used: minProperties {least} with keys that are not "
+            "listed, as a key could come twice; list keys in required, or leave minProperties out"
         )
 
 

@@ -308,9 +308,8 @@ def _checked(
     ):
         if values.dtype != torch.bool or values.shape != shape:
             raise RequestError(
-                f"constraint {type(constraint).__name__} must return {name} of shape {shape} "
-                f"and dtype torch.bool, got "
-                f"{tuple(values.shape)} and {values.dtype}"
+                f"constraint {type(constraint).__name__} must return {name} of shape {shape} and "
+                f"dtype torch.bool, got {tuple(values.shape)} and {values.dtype}"
             )
     return mask
 

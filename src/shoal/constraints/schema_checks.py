@@ -46,8 +46,7 @@ def too_deep() -> RequestError:
     """Returns the error for a document of too many levels."""
     return RequestError(
         f"the json_schema grammar cannot be used: it is nested more than {MOST_LEVELS} levels "
-        f"deep; "
-        "define parts of it in $defs and refer to them by $ref"
+        "deep; define parts of it in $defs and refer to them by $ref"
     )
 
 
@@ -59,9 +58,8 @@ def require_exact(value: Any) -> None:
         parts += _parts(one)
         if isinstance(one, int) and _written(one) != one:
             raise RequestError(
-                f"the json_schema grammar cannot be used: {one} in const or enum has more than "
-                f"53 bits and "
-                "would come out as another number; give it as a string, or leave it out"
+                f"the json_schema grammar cannot be used: {one} in const or enum has more than 53 "
+                "bits and would come out as another number; give it as a string, or leave it out"
             )
 
 

@@ -68,8 +68,7 @@ def exits_of(model: Runner) -> tuple[list[int], float]:
     ):
         raise RequestError(
             f"{model.name}: config.json needs rising numbers of layers for {EXITS} and a "
-            f"probability for {CONFIDENCE}, got "
-            f"{found!r} and {enough!r}"
+            f"probability for {CONFIDENCE}, got {found!r} and {enough!r}"
         )
     for layers in found:
         require_exit(model, layers)

@@ -375,5 +375,5 @@ def require_trees(target: Runner, drafter: Drafter) -> None:
         raise UnsupportedModel(
             f"{target.name} cannot verify draft trees: "
             f"{target.cut_obstacle or 'it takes no position for each token'}; give a drafter that "
-            f"proposes chains"
+            "proposes chains"
         )

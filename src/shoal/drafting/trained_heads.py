@@ -141,15 +141,13 @@ def fill(
     if missing:
         raise ModelError(
             f"{directory} lacks {len(missing)} of the {len(wanted)} tensors of its heads, for "
-            f"example {in_file(missing[0])}; "
-            "download or train them again"
+            f"example {in_file(missing[0])}; download or train them again"
         )
     for name, parameter in wanted.items():
         if tensors[name].shape != parameter.shape:
             raise PairMismatch(
                 f"{directory}: {name} is {list(tensors[name].shape)} and should be "
-                f"{list(parameter.shape)}: "
-                "heads of another target, or another config.json"
+                f"{list(parameter.shape)}: heads of another target, or another config.json"
             )
         parameter.data.copy_(tensors[name])
 

@@ -107,8 +107,7 @@ class Memory:
         if need > self._most:
             raise RequestError(
                 f"a row of up to {tokens} tokens takes {need} bytes of KV cache, and there are "
-                f"{self._most}: shorten the prompt or "
-                "lower max_new_tokens"
+                f"{self._most}: shorten the prompt or lower max_new_tokens"
             )
 
     def draft_context(self, request: Request) -> int:

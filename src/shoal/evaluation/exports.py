@@ -342,10 +342,9 @@ def _sample(
     mean = "none" if sample["mean_logprob"] is None else f"{sample['mean_logprob']:.3f}"
     head = (
         f"rank {rank}, sample {place}: ready at {sample['finished_at']:.3f} s "
-        f"({sample['finish_reason']}), "
-        f"mean log-probability {mean}, {len(sample['token_ids'])} tokens in {sample['rounds']} "
-        f"rounds, "
-        f"{sample['accepted']} of {sample['drafted']} drafts accepted: "
+        f"({sample['finish_reason']}), mean log-probability {mean}, {len(sample['token_ids'])} "
+        f"tokens in {sample['rounds']} rounds, {sample['accepted']} of {sample['drafted']} drafts "
+        "accepted: "
     )
     kind = (
         ""

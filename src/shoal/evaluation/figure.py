@@ -209,8 +209,7 @@ def legend(summary: Mapping[str, Any]) -> str:
     syntax = " syntax err.: of those, what does not parse or compile;" if _is_code(summary) else ""
     return (
         f"Per cent with 95 % intervals; {methods}. finished: of all samples, in time;{syntax} "
-        f"tokens: of a finished sample; "
-        "s: until a problem's last sample, or the budget."
+        "tokens: of a finished sample; s: until a problem's last sample, or the budget."
     )
 
 

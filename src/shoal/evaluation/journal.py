@@ -106,9 +106,8 @@ def open_directory(directory: Path, settings: dict[str, Any]) -> None:
     for name in [*settings, *(set(before) - set(settings))]:
         if before.get(name) != settings.get(name):
             raise RequestError(
-                f"{str(path.parent)!r} holds results with {name} = {before.get(name)!r}, asked "
-                f"for is {settings.get(name)!r}: "
-                "give another --output, or the same settings to go on"
+                f"{str(path.parent)!r} holds results with {name} = {before.get(name)!r}, asked for "
+                f"is {settings.get(name)!r}: give another --output, or the same settings to go on"
             )
 
 

@@ -191,8 +191,8 @@ def summary_of(
 
 COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "pass@1, %": lambda line: (
-        f"{100 * line['pass@1']['mean']:.1f} "
-        f"[{100 * line['pass@1']['low']:.0f}, {100 * line['pass@1']['high']:.0f}]"
+        f"{100 * line['pass@1']['mean']:.1f} [{100 * line['pass@1']['low']:.0f}, "
+        f"{100 * line['pass@1']['high']:.0f}]"
     ),
     "public tests, %": lambda line: f"{100 * line['public']:.1f}",
     "programs": lambda line: f"{line['programs']:.1f}",

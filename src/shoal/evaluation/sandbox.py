@@ -269,8 +269,8 @@ class Sandbox:
             refusals.append(f"{backend}: {reason}")
         raise RequestError(
             f"no sandbox here keeps programs from files and network ({'; '.join(refusals)}): "
-            f"install bubblewrap (package "
-            "bubblewrap), or accept a weaker one by its name: --sandbox limits"
+            "install bubblewrap (package bubblewrap), or accept a weaker one by its name: "
+            "--sandbox limits"
         )
 
     def _probe(self, backend: str) -> tuple[StepResult, list[str]]:

@@ -299,8 +299,7 @@ def evaluating(*models: tuple[Any, str]) -> Iterator[None]:
         if settings:
             raise RequestError(
                 f"{name} is in training mode, where dropout makes its logits random "
-                f"({', '.join(settings[:3])}): "
-                "call model.eval() first, or set every dropout to 0"
+                f"({', '.join(settings[:3])}): call model.eval() first, or set every dropout to 0"
             )
     try:
         for module in training:

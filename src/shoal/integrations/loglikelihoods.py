@@ -105,9 +105,8 @@ def _contexts(target: Runner, pairs: Sequence[Pair]) -> list[_Context]:
     for i, (before, after) in enumerate(pairs):
         if not before or len(before) + len(after) - 1 > target.context:
             raise RequestError(
-                f"a context must have at least one token, and with its continuation at most "
-                f"{target.context + 1}: "
-                f"got {len(before)} and {len(after)}"
+                "a context must have at least one token, and with its continuation at most "
+                f"{target.context + 1}: got {len(before)} and {len(after)}"
             )
         if not all(0 <= token < target.vocab_size for token in (*before, *after)):
             raise RequestError(f"token ids must be in 0..{target.vocab_size - 1}")

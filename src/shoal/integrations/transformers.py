@@ -331,8 +331,8 @@ def _reject_arguments_not_passed() -> None:
     if given:
         raise RequestError(
             f"generate keeps {' and '.join(given)} from a callable: use "
-            f"custom_generate=shoal.custom_generate_dir(), "
-            "trust_remote_code=True (a drafter alone may also be given as draft_model)"
+            "custom_generate=shoal.custom_generate_dir(), trust_remote_code=True (a drafter alone "
+            "may also be given as draft_model)"
         )
 
 

@@ -250,9 +250,8 @@ def make_strict(runner: Runner, rowwise: Collection[type[nn.Module]]) -> Runner:
         own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
         if own and type(module) not in rowwise and not isinstance(module, nn.Embedding):
             raise UnsupportedModel(
-                f"{runner.name} cannot be strict: {type(module).__name__} multiplies matrices "
-                f"in its own way, whose rounding may "
-                "depend on the other rows"
+                f"{runner.name} cannot be strict: {type(module).__name__} multiplies matrices in "
+                "its own way, whose rounding may depend on the other rows"
             )
     layers = [module for module in runner.hf.modules() if type(module) in rowwise]
     runner.forward_context = lambda: _in_blocks(layers)
@@ -327,10 +326,9 @@ def prove(runner: Runner) -> None:
             if not torch.equal(expected, found):
                 worst = float((expected - found).abs().max())
                 raise UnsupportedModel(
-                    f"{runner.name} cannot be strict here: {variant} moved the logits of a row "
-                    f"of {len(row)} tokens by up to "
-                    f"{worst:.1e}; without strict, greedy ids are the same in float32 all the "
-                    f"same, save for near-ties"
+                    f"{runner.name} cannot be strict here: {variant} moved the logits of a row of "
+                    f"{len(row)} tokens by up to {worst:.1e}; without strict, greedy ids are the "
+                    "same in float32 all the same, save for near-ties"
                 )
     runner.notes["strict"] = (
         f"{sum(lengths)} positions bit-equal in {len(variants) + 1} ways of computing them"

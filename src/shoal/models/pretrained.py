@@ -255,8 +255,7 @@ def _check_complete(source: str | Path, missing: Iterable[str]) -> None:
     if names:
         raise ModelError(
             f"{source}: the checkpoint lacks {len(names)} of its model's tensors, for example "
-            f"{names[0]}; "
-            "download or export it again"
+            f"{names[0]}; download or export it again"
         )
 
 

@@ -129,8 +129,8 @@ def _self_check(runner: Runner) -> float:
     if not error <= tolerance(runner):
         raise UnsupportedModel(
             f"{runner.name}: ragged decoding diverges from a plain forward by {error:.3g} nats, "
-            f"more than {runner.dtype} allows "
-            f"({tolerance(runner):.3g}); this architecture cannot be used"
+            f"more than {runner.dtype} allows ({tolerance(runner):.3g}); this architecture cannot "
+            "be used"
         )
     return error
 

@@ -109,9 +109,9 @@ class Spelling:
         )
         if not made.spells(encode(PROBE), PROBE.encode()):
             raise PairMismatch(
-                f"the tokenizer of {name} cannot be compared with another one: it changes "
-                f"texts, or its tokens do not spell them "
-                "(it has neither byte-level BPE nor SentencePiece's pieces)"
+                f"the tokenizer of {name} cannot be compared with another one: it changes texts, "
+                "or its tokens do not spell them (it has neither byte-level BPE nor "
+                "SentencePiece's pieces)"
             )
         return made
 

@@ -93,8 +93,8 @@ def name_of(processor: Any) -> str:
 def _refusal(processor: Any) -> RequestError:
     return RequestError(
         f"processor {name_of(processor)} is not supported: it goes by its calls before, or by "
-        f"chance, and is also called for "
-        "drafts that are rejected; make it a pure function of (ids, scores)"
+        "chance, and is also called for drafts that are rejected; make it a pure function of (ids, "
+        "scores)"
     )
 
 

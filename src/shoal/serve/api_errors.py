@@ -316,9 +316,8 @@ def out_of_range(path: str, given: Any, bound: str, limit: Any, where: str = "")
     kind = "integer" if is_int(given) else "decimal"
     shown = f"{limit:g}" if isinstance(limit, float) else limit
     return (
-        f"Invalid '{path}': {kind} {beyond} value. "
-        f"Expected a value {BOUNDS[bound]} {shown}{where}, "
-        f"but got {cut(str(given), MAX_VALUE)} instead."
+        f"Invalid '{path}': {kind} {beyond} value. Expected a value {BOUNDS[bound]} "
+        f"{shown}{where}, but got {cut(str(given), MAX_VALUE)} instead."
     )
 
 

@@ -323,8 +323,7 @@ def _listen(host: str, port: int) -> tuple[int, bool]:
     if (host, port or has.port) != (has.host, has.port):
         raise RequestError(
             f"this cluster's Ray Serve listens at {has.host}:{has.port} already and cannot at "
-            f"{host}:{port} too: "
-            f"give --host {has.host} --port {has.port}"
+            f"{host}:{port} too: give --host {has.host} --port {has.port}"
         )
     return has.port, False
 

@@ -146,8 +146,7 @@ class OutputFile:
                 before, now = (value, known) if where else (known, value)
                 raise RequestError(
                     f"{where or self._path} was answered with {name} = {before!r}, this run has "
-                    f"{now!r}: "
-                    "give another output file, or the same settings to go on"
+                    f"{now!r}: give another output file, or the same settings to go on"
                 )
 
     def write(self, entry: Json) -> bool:

@@ -258,9 +258,8 @@ class RequestBuilder:
         if longest + new > self.context:
             message = (
                 f"This model's maximum context length is {self.context} tokens. However, you "
-                f"requested {longest + new} tokens "
-                f"({longest} in the {param}, {new} in the completion). Please reduce the length "
-                f"of the {param} or completion."
+                f"requested {longest + new} tokens ({longest} in the {param}, {new} in the "
+                f"completion). Please reduce the length of the {param} or completion."
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 

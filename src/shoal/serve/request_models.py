@@ -154,12 +154,11 @@ class SampledRequest(SamplingFields):
 
     model: str | None = optional("The served model's name, as /v1/models tells it.")
     exact: Literal["weights", "smc", "asap", "asap+smc", "distinct"] | None = optional(
-        "Weigh samples so that they are samples of p given that all of the text is allowed (by "
-        "a grammar, or `align`): "
-        "`usage.choices[].log_weight`. smc: and resample them while they run; it needs n of at "
-        "least 2, and no stream. "
-        "asap: and draw them by what earlier samples have shown. asap+smc: both. "
-        "distinct: draw whole texts without replacement, also without limits, and not as a stream."
+        "Weigh samples so that they are samples of p given that all of the text is allowed (by a "
+        "grammar, or `align`): `usage.choices[].log_weight`. smc: and resample them while they "
+        "run; it needs n of at least 2, and no stream. asap: and draw them by what earlier samples "
+        "have shown. asap+smc: both. distinct: draw whole texts without replacement, also without "
+        "limits, and not as a stream."
     )
     logit_bias: Bias | None = optional("Token id, as a string -> value added to its score.")
     stop: Stops | None = optional("Strings that end a sample; the text is cut before them.")

@@ -54,8 +54,7 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
     if found is None and not forced:
         message = (
             "this model's chat template writes no calls of tools in a form that is read here; one "
-            "that does is "
-            "--chat-template hermes"
+            "that does is --chat-template hermes"
         )
         raise ApiError(400, message, param="tools", code="invalid_value")
     several = request.parallel_tool_calls is not False

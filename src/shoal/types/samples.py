@@ -207,8 +207,8 @@ class Output:
             f"prompt_ids {_short(self.prompt_ids)}" if self.prompt is None else _short(self.prompt)
         )
         return (
-            f"Output({shown}, {len(self.samples)} samples, "
-            f"{sum(s.finished for s in self.samples)} finished)"
+            f"Output({shown}, {len(self.samples)} samples, {sum(s.finished for s in self.samples)} "
+            "finished)"
         )
 
 

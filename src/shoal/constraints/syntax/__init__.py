@@ -130,8 +130,7 @@ def read_syntax(syntax: str | Syntax) -> Syntax:
     elif language not in LANGUAGES and ":" not in language:
         raise RequestError(
             f"syntax must be one of {', '.join(LANGUAGES)}, a grammar in lark's language or the "
-            f"path of a .lark file, "
-            f"got {language!r}"
+            f"path of a .lark file, got {language!r}"
         )
     if found.members and language not in MEMBERS:
         raise RequestError(

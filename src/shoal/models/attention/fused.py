@@ -142,12 +142,10 @@ def fused(inputs: AttentionInputs) -> Tensor:
     query = inputs.query
     if not available(query):
         raise RequestError(
-            "attention='fused' needs Triton, a CUDA device of compute capability 8.0 or later "
-            "(or TRITON_INTERPRET=1, slow) and "
-            "float32, bfloat16 or float16; "
-            f"got {query.device.type}, "
+            "attention='fused' needs Triton, a CUDA device of compute capability 8.0 or later (or "
+            f"TRITON_INTERPRET=1, slow) and float32, bfloat16 or float16; got {query.device.type}, "
             f"{query.dtype}{'' if has_triton() else ', no Triton 3.6'}; attention='auto' runs "
-            f"anywhere"
+            "anywhere"
         )
     if not fits(inputs):
         raise RequestError(

@@ -277,11 +277,9 @@ def _compare(file: Path, tokenizer: Any) -> None:
                         min(len(ours), len(right)),
                     )
                     raise UnsupportedModel(
-                        f"{file}: no tokenizer with llama.cpp's ids can be made of it: of "
-                        f"{text!r} it makes "
-                        f"{right[at : at + 4]} from token {at} on, and its vocabulary by the "
-                        f"rules of "
-                        f"its pre-tokenizer {ours[at : at + 4]}"
+                        f"{file}: no tokenizer with llama.cpp's ids can be made of it: of {text!r} "
+                        f"it makes {right[at : at + 4]} from token {at} on, and its vocabulary by "
+                        f"the rules of its pre-tokenizer {ours[at : at + 4]}"
                     )
     finally:
         lib.llama_model_free(handle)

@@ -135,6 +135,65 @@ def test_heads_that_no_cut_has_room_for_are_padded_or_refused(
             fused(inputs)
 
 
+@pytest.mark.parametrize(
+    ("triton", "torchs", "kibibytes"),
+    [
+        (232448, 232448, 227),
+        (101376, 232448, 99),  # what a launch is held to counts
+        (None, 166912, 163),
+        (0, 0, 99),
+        (None, None, 99),
+        (None, 49152, 99),  # the limit without an option
+    ],
+)
+def test_the_shared_memory_of_a_card_is_what_launches_are_held_to(
+    triton: int | None, torchs: int | None, kibibytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither number need be there: every card from 8.0 on has 99 KiB."""
+    asked: list[int] = []
+
+    def properties(index: int) -> dict[str, int]:
+        asked.append(index)
+        return {} if triton is None else {"max_shared_mem": triton}
+
+    driver = SimpleNamespace(active=SimpleNamespace(utils=SimpleNamespace(get_device_properties=properties)))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace(driver=driver))
+    said = {} if torchs is None else {"shared_memory_per_block_optin": torchs}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=84, **said))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for name, index in (("cuda:1", 1), ("cuda", 3)):
+        assert Card.of.__wrapped__(torch.device(name)) == Card(84, kibibytes * 1024)  # type: ignore[attr-defined]
+        assert asked.pop() == index
+
+
+class OutOfResources(Exception):
+    """Triton's, which is no RuntimeError."""
+
+
+def test_heads_whose_launch_is_refused_are_padded_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with what the method counts: a row does not end for it."""
+    errors: list[Exception] = [OutOfResources("out of resource: shared memory"), ValueError("another")]
+
+    def refused(inputs: object) -> None:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(module, "REFUSED", set())
+    monkeypatch.setattr(methods, "REFUSED", module.REFUSED)
+    monkeypatch.setattr(methods, "fused", refused)
+    monkeypatch.setattr(methods, "available", lambda query: True)
+    monkeypatch.setattr(methods, "pad", lambda inputs: "padded")
+    wide, narrow = (build([3], [1], torch.bfloat16, dim=dim, value_dim=dim) for dim in (512, 64))
+    query = SimpleNamespace(is_cuda=True)
+    with pytest.warns(RuntimeWarning, match="padded attention for heads of 512 numbers: out of resource"):
+        assert methods.auto(replace(wide, query=query)) == "padded"  # type: ignore[arg-type]
+    assert not module.holds(wide.key, wide.value)
+    assert methods.auto(replace(wide, query=query)) == "padded"  # type: ignore[arg-type]
+    assert module.holds(narrow.key, narrow.value)
+    with pytest.raises(ValueError, match="another"):
+        methods.auto(replace(narrow, query=query))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("processors", "kibibytes", "method"), [(132, 227, "auto"), (84, 2, "pad")])
 def test_a_model_whose_heads_do_not_fit_is_padded_from_its_load(
     processors: int, kibibytes: int, method: str, monkeypatch: pytest.MonkeyPatch

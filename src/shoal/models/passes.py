@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from shoal.errors import RequestError, UnsupportedModel
-from shoal.models.attention.fused import Card
+from shoal.models.attention.fused import holds
 from shoal.models.attention.methods import KV_BLOCK, method_named, resolved
 from shoal.models.compiled import executor_for
 from shoal.models.compiled.captures import CAPTURED
@@ -101,11 +101,7 @@ def heads_fit(runner: Runner) -> bool:
         return True
     if not runner.cache.measured:
         runner.memory.token_bytes  # noqa: B018  # by a pass, which gives the cache its layers
-    card, size = Card.of(runner.device), runner.dtype.itemsize
-    return all(
-        card.holds(keys.shape[-1], values.shape[-1], size)
-        for keys, values, *_ in runner.cache.stores()
-    )
+    return all(holds(keys, values) for keys, values, *_ in runner.cache.stores())
 
 
 def use_padded_attention(runner: Runner) -> None:

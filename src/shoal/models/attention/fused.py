@@ -12,6 +12,7 @@ import importlib.util
 import os
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,8 +114,26 @@ class Card:
         if device.type != "cuda":
             return Card(1, 1 << 40)
         found = torch.cuda.get_device_properties(device)
-        shared = getattr(found, "shared_memory_per_block_optin", LEAST_SHARED)  # no stub has it
-        return Card(found.multi_processor_count, shared)
+        return Card(found.multi_processor_count, _of_launches(device) or _of_torch(found))
+
+
+def _of_launches(device: torch.device) -> int:
+    """Returns the shared memory that Triton holds launches to, in bytes; 0 where it does not say.
+
+    A launch that takes more is refused, whatever torch says of the card.
+    """
+    try:
+        from triton.runtime import driver
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    except Exception:  # no Triton, or one that keeps this elsewhere
+        return 0
+
+
+def _of_torch(properties: Any) -> int:
+    """Returns the shared memory that torch says, in bytes, or what every card has."""
+    return max(LEAST_SHARED, getattr(properties, "shared_memory_per_block_optin", 0))
 
 
 SMALLEST = Tiling(queries=16, keys=16, splits=1, warps=8)
@@ -158,8 +177,17 @@ def fused(inputs: AttentionInputs) -> Tensor:
 
 def fits(inputs: AttentionInputs) -> bool:
     """Returns True if the heads are not too wide for the shared memory of the device."""
-    key, value = inputs.key, inputs.value
-    return Card.of(key.device).holds(key.shape[-1], value.shape[-1], key.element_size())
+    return holds(inputs.key, inputs.value)
+
+
+def holds(key: Tensor, value: Tensor) -> bool:
+    """Returns True if heads of keys and values [..., dim] fit into a card, and none was refused."""
+    heads = key.shape[-1], value.shape[-1], key.element_size()
+    return (key.device, *heads) not in REFUSED and Card.of(key.device).holds(*heads)
+
+
+REFUSED: set[tuple[torch.device, int, int, int]] = set()
+"""The heads for which a launch was refused: the device, and the arguments of `Card.holds`."""
 
 
 def tiling(query: Tensor, key: Tensor, value_dim: int, span: int, card: Card) -> Tiling:

@@ -27,6 +27,7 @@ accepts.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -35,7 +36,7 @@ from torch.nn.functional import pad as zero_pad
 
 from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models.attention import AttentionInputs, additive, seen_in_chains
-from shoal.models.attention.fused import available, fits, fused
+from shoal.models.attention.fused import REFUSED, available, fits, fused
 from shoal.models.attention.unfused import attend_folded, bifurcated, native, pad, split
 from shoal.models.attention.unfused import available as native_available
 
@@ -145,10 +146,31 @@ Method = Callable[[AttentionInputs], Tensor]
 def auto(inputs: AttentionInputs) -> Tensor:
     """Attends by a kernel where there is one, else by the padded call."""
     if inputs.query.is_cuda:
-        return fused(inputs) if available(inputs.query) and fits(inputs) else pad(inputs)
+        return _launched(inputs) if available(inputs.query) and fits(inputs) else pad(inputs)
     return (
         native(inputs) if native_available(inputs.query.device, inputs.query.dtype) else pad(inputs)
     )
+
+
+def _launched(inputs: AttentionInputs) -> Tensor:
+    """Attends by the kernel, or by the padded call from a launch on that the card refuses.
+
+    It refuses a launch where the compiler takes more shared memory than `Tiling.shared_bytes`
+    counts.
+    """
+    try:
+        return fused(inputs)
+    except Exception as error:
+        if type(error).__name__ != "OutOfResources":  # Triton's, which is optional
+            raise
+        key, value = inputs.key, inputs.value
+        REFUSED.add((key.device, key.shape[-1], value.shape[-1], key.element_size()))
+        warnings.warn(
+            f"padded attention for heads of {key.shape[-1]} numbers: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return pad(inputs)
 
 
 METHODS: dict[str, Method] = {

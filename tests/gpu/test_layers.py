@@ -107,7 +107,7 @@ DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     ),
     "softmax": (
         {"logits": "*bf16", "places": "*i32", "best": "*i64", "sound": "*i1"}
-        | dict.fromkeys(("temperatures", "tops", "totals", "probs", "highest"), "*fp32"),
+        | dict.fromkeys(("temperatures", "tops", "totals", "probs"), "*fp32"),
         {"PARTS": 128, "SIZE": 2048}, 4,
     ),
     "bucket_sums": ({"weights": "*fp32", "sums": "*fp64"}, {"DEPTH": 64, "BUCKETS": 64}, 4),

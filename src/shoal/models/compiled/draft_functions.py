@@ -173,7 +173,7 @@ def _distribution(
     q = None
     if want_q or not style.greedy:
         q, _ = style.probabilities(scores, temperature)
-    return Softmax(q, best, sound, None)
+    return Softmax(q, best, sound)
 
 
 def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:

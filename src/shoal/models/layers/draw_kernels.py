@@ -63,7 +63,6 @@ def softmax(
     probs,
     best,
     sound,
-    highest,
     known,
     vocabulary,
     row_stride,
@@ -74,8 +73,8 @@ def softmax(
     """Joins the parts of `parts_of_softmax`; grid (rows, blocks of SIZE tokens of the vocabulary).
 
     Writes probs [rows, vocabulary], unless None, and for each row the first token of the highest
-    logit, whether that logit is finite, and its probability. A row whose highest logit is not gets
-    equal probabilities.
+    logit, and whether that logit is finite. A row whose highest logit is not gets equal
+    probabilities.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     part = tl.arange(0, PARTS)
@@ -100,7 +99,6 @@ def softmax(
         first = tl.min(tl.where(each == top, place, known), 0)
         tl.store(best + row, tl.minimum(first, known - 1).to(tl.int64))
         tl.store(sound + row, real)
-        tl.store(highest + row, 1.0 / total)
 
 
 @triton.jit

@@ -118,20 +118,18 @@ def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 class Softmax(NamedTuple):
-    """The softmax of logits, and their highest.
+    """The softmax of logits, and the place of their highest.
 
     Attributes:
         probs: [rows, vocabulary] float32; None if not asked for.
         best: the token of the highest logit, the lowest of equal ones, [rows] int64.
         sound: True where the highest logit is finite and none is NaN, [rows] bool; elsewhere all
             tokens have the same probability.
-        highest: the highest probability, [rows] float32; None if not asked for.
     """
 
     probs: Tensor | None
     best: Tensor
     sound: Tensor
-    highest: Tensor | None
 
 
 def softmax_runs(logits: Tensor) -> bool:
@@ -159,7 +157,7 @@ def softmax(
     tops = logits.new_empty(rows, parts, dtype=torch.float32)
     totals, places = torch.empty_like(tops), torch.empty_like(tops, dtype=torch.int32)
     probs = logits.new_empty(rows, vocabulary, dtype=torch.float32) if want_probs else None
-    best, highest = tops.new_empty(rows, dtype=torch.long), tops.new_empty(rows)
+    best = tops.new_empty(rows, dtype=torch.long)
     sound = tops.new_empty(rows, dtype=torch.bool)
     stride = logits.stride(0)
     with torch.cuda.device_of(logits):
@@ -184,7 +182,6 @@ def softmax(
             probs=probs,
             best=best,
             sound=sound,
-            highest=highest,
             known=known,
             vocabulary=vocabulary,
             row_stride=stride,
@@ -193,7 +190,7 @@ def softmax(
             SIZE=PART,
             num_warps=4,
         )
-    return Softmax(probs, best, sound, highest)
+    return Softmax(probs, best, sound)
 
 
 KERNELS: dict[Draw, Draw] = {

@@ -21,6 +21,7 @@ from torch import Tensor
 from common import arguments, deliver, device_or_exit, microseconds
 from shoal.bench.work import ceilings
 from shoal.models.attention import AttentionInputs, Masks
+from shoal.models.attention.fused import available
 from shoal.models.attention.methods import METHODS, reference
 from shoal.models.cache import Plan
 from shoal.types.requests import Prefix
@@ -169,7 +170,8 @@ def measured(shape: Shape, methods: Sequence[str], device: torch.device, bandwid
 def main() -> None:
     options = arguments(__doc__).parse_args()
     device = device_or_exit(options.device)
-    methods = ["pad", "split", "varlen", "fused"] if device.type == "cuda" else ["pad", "split"]
+    own = ["fused"] if available(torch.empty(0, dtype=DTYPES[device.type], device=device)) else []
+    methods = ["pad", "split", *(["varlen"] if device.type == "cuda" else []), *own]
     bandwidth = ceilings(device, DTYPES[device.type]).bytes
     lines = [
         line

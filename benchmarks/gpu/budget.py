@@ -91,7 +91,8 @@ def launches_of(shape: LlamaShape, rows: int, columns: int, context: int) -> int
     """Of one layer."""
     capacity, dim = reservation(rows, context, by_kernel=True)[1], shape.width // shape.heads
     query, key = (
-        torch.empty(rows, shape.heads, tokens, dim, dtype=torch.bfloat16, device="meta") for tokens in (columns, capacity)
+        torch.empty(rows, heads, tokens, dim, dtype=torch.bfloat16, device="meta")
+        for heads, tokens in ((shape.heads, columns), (shape.kv_heads or shape.heads, capacity))
     )
     return LAYER + (tiling(query, key, dim, capacity, CARD).splits > 1)
 
@@ -123,13 +124,13 @@ def _runner(seed: int) -> Runner:
 
 def weight_bytes(shape: LlamaShape) -> float:
     """Read by a pass: layers and head."""
-    layer = 4 * shape.width**2 + 3 * shape.width * shape.mlp
+    layer = 2 * shape.width * (shape.width + shape.kv_width) + 3 * shape.width * shape.mlp
     return float(BYTES * (shape.layers * layer + shape.width * shape.vocabulary))
 
 
 def pass_seconds(shape: LlamaShape, rows: int, columns: int, context: int, machine: Machine) -> float:
     """The longer of reading weights, keys and values, and of the products."""
-    kv = 2.0 * BYTES * shape.layers * shape.width * rows * context
+    kv = 2.0 * BYTES * shape.layers * shape.kv_width * rows * context
     read = (weight_bytes(shape) + kv) / machine.bandwidth
     return max(read, weight_bytes(shape) / BYTES * 2 * rows * columns / machine.operations)
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from common import arguments, deliver, device_or_exit, microseconds
 from shoal.bench.work import ceilings
+from shoal.models.attention.fused import available
 from shoal.sampling import drawing
 from shoal.sampling.uniforms import BUCKETS
 
@@ -33,10 +34,12 @@ PRODUCTS = {
     },
     "cpu": {"small": (48, 96)},
 }  # fmt: skip
+WIDTHS = {"cuda": (4096, 13824), "cpu": (48, 96)}
+"""Features of a token between the products of 7.8B, and of its MLP."""
 VOCABULARIES = {"cuda": (51200, 151936), "cpu": (600,)}
 CACHE = 256 << 20
 """Bytes of the sets of weights together, several times the cache of a GPU."""
-MOST_SETS = 16
+MOST_SETS = {"cuda": 16, "cpu": 2}
 LIMIT = 1e-2
 """The largest error that rounding in 16 bit explains."""
 Call = Callable[[], Tensor]
@@ -59,24 +62,24 @@ class Operation(NamedTuple):
     bytes: float
 
 
-def sets_of(size: int) -> int:
-    return max(2, min(MOST_SETS, -(-CACHE // size)))
+def sets_of(size: int, device: torch.device) -> int:
+    return max(2, min(MOST_SETS[device.type], -(-CACHE // size)))
 
 
 def products(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[Operation]:
-    """Matrices in the model's format, and on CUDA in bytes by the kernel."""
+    """Matrices in the model's format, and in bytes by the kernel where it runs."""
     for name, (inputs, outputs) in PRODUCTS[device.type].items():
         x = torch.randn(tokens, inputs, device=device, dtype=dtype)
         weights = [
             torch.randn(outputs, inputs, device=device, dtype=dtype) / inputs**0.5
-            for _ in range(sets_of(outputs * inputs * dtype.itemsize))
+            for _ in range(sets_of(outputs * inputs * dtype.itemsize, device))
         ]
         right = x.double() @ weights[0].double().t()
         moved = (weights[0].numel() + x.numel() + tokens * outputs) * dtype.itemsize
         yield Operation(
             f"{name}, {str(dtype).removeprefix('torch.')}", [partial(F.linear, x, w) for w in weights], right, moved
         )
-        if device.type == "cuda":
+        if available(x):
             yield from bytes_of(name, x, weights)
 
 
@@ -96,7 +99,7 @@ def bytes_of(name: str, x: Tensor, weights: Sequence[Tensor]) -> Iterator[Operat
             right,
             moved,
         )
-        if form is torch.float8_e4m3fn:
+        if form is torch.float8_e4m3fn and x.is_cuda:
             rounded = partial(_rounded_product, x, scales)
             yield Operation(f"{name}, fp8 by torch", [partial(rounded, w) for w in small], None, moved)
 
@@ -109,19 +112,20 @@ def _rounded_product(x: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
 
 def small_kernels(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[Operation]:
     """What stands between the products of a layer of 7.8B, and the draws of a step."""
-    if device.type == "cuda":
+    (width, mlp), sets = WIDTHS[device.type], MOST_SETS[device.type]
+    x, other = torch.randn(2, tokens, width, device=device, dtype=dtype)
+    if available(x):
         from shoal.models.layers import add_norm, silu_mul
         from shoal.models.lean import Norm
 
-        norm = Norm(torch.randn(4096, device=device, dtype=dtype), 1e-6)
-        x, other = torch.randn(2, tokens, 4096, device=device, dtype=dtype)
+        norm = Norm(torch.randn(width, device=device, dtype=dtype), 1e-6)
         wide = x.double()
         right = wide / (wide.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
-        yield Operation("norm of 4096", [lambda: add_norm(x, None, norm)] * MOST_SETS, right, 2 * x.nbytes)
-        yield Operation("norm and sum of 4096", [lambda: add_norm(x.clone(), other, norm)] * MOST_SETS, None, 6 * x.nbytes)
-        both = torch.randn(tokens, 2 * 13824, device=device, dtype=dtype)
+        yield Operation(f"norm of {width}", [lambda: add_norm(x, None, norm)] * sets, right, 2 * x.nbytes)
+        yield Operation(f"norm and sum of {width}", [lambda: add_norm(x.clone(), other, norm)] * sets, None, 6 * x.nbytes)
+        both = torch.randn(tokens, 2 * mlp, device=device, dtype=dtype)
         gate, up = both.double().chunk(2, dim=1)
-        yield Operation("silu and product", [lambda: silu_mul(both)] * MOST_SETS, F.silu(gate) * up, 1.5 * both.nbytes)
+        yield Operation("silu and product", [lambda: silu_mul(both)] * sets, F.silu(gate) * up, 1.5 * both.nbytes)
     for vocabulary in VOCABULARIES[device.type]:
         logits = torch.randn(tokens, vocabulary, device=device, dtype=dtype)
         yield Operation(

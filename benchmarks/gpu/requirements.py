@@ -9,8 +9,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-MEASURING = {"triton": ">=3.6", "pytest": ">=8", "hypothesis": ">=6.100"}
-"""Beside the project's own dependencies: the kernels' compiler, and what their tests need."""
+SERVING = ("fastapi", "uvicorn", "pydantic", "prometheus-client", "httpx")
+MEASURING = {"triton": ">=3.6", "pytest": ">=8", "hypothesis": ">=6.100", **dict.fromkeys(SERVING, ">=0")}
+"""Beside the project's own dependencies: the kernels' compiler, and what their tests and a served load need."""
 
 Bounds = Mapping[str, str]
 

@@ -234,21 +234,25 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--lookaheads", default=",".join(LOOKAHEADS), help="off or fixed:K, ... (default: %(default)s)")
+    parser.add_argument("--quantize", default="off", help="weights of one byte, as in shoal.load: target=int8,draft=int8")
     parser.add_argument("--ways", help="WAY,...: of captured, Triton layers, captured modules, modules (default: all)")
     options = parser.parse_args()
     device = device_or_exit(options.device)
-    pair = shaped_pair(options.shape, dtype=dtype_of(options.device), device=str(device), max_batch=options.rows)
+    place = {"dtype": dtype_of(options.device), "device": str(device)}
+    pair = shaped_pair(options.shape, **place, max_batch=options.rows, quantize=options.quantize)
     bandwidth, lines, details = ceilings(device, pair.target.dtype).bytes, [], []
     if options.results:
         options.results.mkdir(parents=True, exist_ok=True)
     ways = WAYS[options.device.partition(":")[0]]
     title = f"a round of {options.rows} rows, {pair.target.name}, {pair.target.dtype}, acceptance 0.8 imposed"
+    title += "" if options.quantize == "off" else f", {options.quantize}"
     use, first = switch(pair, ways), None
     for way in options.ways.split(",") if options.ways else ways:
         use(way)
         tokens = greedy(pair, options.rows, options.prompt_tokens)
         first = first or tokens
-        for lookahead in LOOKAHEADS:
+        for lookahead in options.lookaheads.split(","):
             trace = (
                 options.results and options.results / f"{way.replace(' ', '-')}-{lookahead.replace(':', '-')}-trace.json.gz"
             )

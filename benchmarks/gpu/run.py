@@ -18,12 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from requirements import MEASURING, PROJECT, absent, project_bounds, unmet
+from requirements import MEASURING, PROJECT, SERVING, absent, project_bounds, unmet
 from stages import Outcome, Stage, run
 from verdict import markdown, verdicts
 
@@ -32,11 +33,16 @@ ROOT = HERE.parents[1]
 NO_PACKAGES = 4
 PYTHON = sys.executable
 TESTS = ("pytest", "hypothesis")
-SECONDS, QUICK_SECONDS = 920.0, 540.0
+SECONDS, QUICK_SECONDS = 1370.0, 540.0
 """The most for all stages; starting and writing come on top."""
+PATIENCE = 3
+"""How many times as long stages may take where a CPU does their work."""
 TRIALS = ("cpu", "pretend")
 """Devices on which a run says nothing but that its stages run."""
 SHORT = ("--rounds", "2", "--rows", "2", "--prompt-tokens", "9")
+SANITIZER = "compute-sanitizer"
+SANITIZED = "heads_of_real_models or (kernel_is_the_definition and bfloat16) or draws_what or next_block"
+"""The cases that run under NVIDIA's memory checker, by which each launch takes many times as long."""
 SHOWN = 40
 """Last lines of a stage's output that the run itself shows; the log has all."""
 
@@ -63,6 +69,44 @@ def _bench(batch: int, on: dict[str, str], tokens: int, repeats: int) -> tuple[s
     )  # fmt: skip
 
 
+def _sanitizer(gpu: bool) -> Stage:
+    """The memory checker, over memory that no allocator keeps back; alone, as it follows one process."""
+    cases = [str(ROOT / "tests" / "gpu" / name) for name in ("fused_cases.py", "layers_cases.py", "steps_cases.py")]
+    command = _pytest(*cases, "-k", SANITIZED if gpu else "poison", workers="0")
+    variables = {"SHOAL_TEST_DEVICE": "cuda", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if gpu else {"TRITON_INTERPRET": "1"}
+    checked = (SANITIZER, "--tool", "memcheck", "--error-exitcode", "9", *command) if gpu else command
+    return Stage(
+        "sanitizer", "the kernels under the memory checker", 120, checked, needs=(*TESTS, "triton", SANITIZER)[: 4 if gpu else 3],
+        variables=variables,
+    )  # fmt: skip
+
+
+def _more(device: str) -> list[Stage]:
+    """Rounds of another shape, of longer contexts and of weights of one byte; a served load; the memory checker."""
+    gpu = device not in TRIALS
+    at, shape = (device, "7.8b/310m") if gpu else ("cpu", "tiny")
+    own = ("--ways", "captured") if gpu else SHORT
+    of = {
+        "rounds-8b": ("rounds of a Llama 3 8B", ("--shape", "llama-3-8b/1b" if gpu else shape)),
+        "rounds-long": (
+            "rounds of long contexts",
+            ("--shape", shape, "--lookaheads", "off,fixed:4,fixed:8", *(("--prompt-tokens", "2048") if gpu else ())),
+        ),
+        "rounds-int8": ("rounds of int8 weights", ("--shape", shape, "--quantize", "target=int8,draft=int8")),
+        "rounds-fp8": (
+            "rounds of fp8 weights",
+            ("--shape", shape, "--quantize", "target=fp8,draft=fp8" if gpu else "draft=int8"),
+        ),
+    }
+    few = () if gpu else ("--clients", "2", "--requests", "1", "--tokens", "8", "--prompt-tokens", "9")
+    served = _script("served", at, "--shape", shape, *few)
+    return [
+        *(Stage(name, what, 60, _script("rounds", at, *own, *options)) for name, (what, options) in of.items()),
+        Stage("served", "a served load of 16 streams", 90, served, needs=SERVING),
+        _sanitizer(gpu),
+    ]
+
+
 def stages(device: str) -> list[Stage]:
     """What is run, in this order. On a CPU, and on the pretended GPU of the tests, the same with tiny shapes, to try the stages
     out: their figures say nothing. Kernels, and what another command computes, stay on the CPU where the GPU is pretended."""
@@ -78,7 +122,7 @@ def stages(device: str) -> list[Stage]:
         str(ROOT / "tests" / "gpu" / name)
         for name in ("fused_cases.py", "layers_cases.py", "layer_models_cases.py", "steps_cases.py")
     ]
-    return [
+    every = [
         Stage("check", "the device, and whether anything can be captured", 40, _script("check", device), True, True),
         Stage(
             "kernels", "the kernels against float64", 170, _pytest(*kernels, *few, workers="8"),
@@ -89,19 +133,21 @@ def stages(device: str) -> list[Stage]:
             _pytest(str(ROOT / "tests" / "gpu" / "captured_cases.py"), *(() if gpu else ("-k", "gpt2")), workers="4"),
             True, True, True, TESTS, rounds,
         ),
-        Stage("identity", "greedy tokens of whole runs", 75 if gpu else 150, _script("identity", device), True, True, True),
+        Stage("identity", "greedy tokens of whole runs", 75, _script("identity", device), True, True, True),
         Stage(
-            "rounds", "rounds in four ways under the profiler", 90 if gpu else 240,
+            "rounds", "rounds in four ways under the profiler", 90,
             _script("rounds", device, "--shape", on["shape"], *(() if gpu else SHORT)), quick=True,
         ),
-        Stage("attention", "attention of one layer at real shapes", 60, _script("attention", at)),
-        Stage("products", "products and small kernels at real shapes", 75, _script("products", at)),
+        Stage("attention", "attention of one layer at real shapes", 60, _script("attention", at), variables=variables),
+        Stage("products", "products and small kernels at real shapes", 75, _script("products", at), variables=variables),
         Stage("passes", "passes against the floor", 60, _script("passes", device, "--shape", on["shape"], *contexts)),
         *(
             Stage(f"bench-{batch}", f"speculative against plain decoding, batch {batch}", limit, _bench(batch, on, tokens, repeats))
             for batch, limit in ((8, 75), (1, 55), (32, 60))
         ),
+        *_more(device),
     ]  # fmt: skip
+    return every if gpu else [replace(stage, limit=PATIENCE * stage.limit) for stage in every]
 
 
 def chosen(every: Sequence[Stage], names: str | None, quick: bool) -> list[Stage]:
@@ -129,7 +175,7 @@ def require_packages() -> list[str]:
     if set(missing) & set(bounds):
         print("benchmarks/gpu/run.sh: nothing was measured: this Python lacks what is named above", file=sys.stderr)
         raise SystemExit(NO_PACKAGES)
-    return missing
+    return missing if shutil.which(SANITIZER) else [*missing, SANITIZER]
 
 
 def place_for_results(asked: str | None) -> Path:
@@ -189,10 +235,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     selected = chosen(stages(options.device), options.stages, options.quick)
     outcomes, page = [], ""
     with tempfile.TemporaryDirectory(prefix="shoal-stages-") as folder:
-        for outcome in run(selected, Path(folder), missing, seconds=QUICK_SECONDS if options.quick else SECONDS):
+        seconds = (QUICK_SECONDS if options.quick else SECONDS) * (PATIENCE if trial else 1)
+        for outcome in run(selected, Path(folder), missing, seconds=seconds):
             outcomes.append(outcome)
             for trace in Path(folder, outcome.stage.name).glob("*-trace.json.gz"):
-                shutil.copy(trace, place)
+                shutil.copy(trace, place / f"{outcome.stage.name}-{trace.name}")
             print("\n".join(outcome.output.splitlines()[-SHOWN:]))
             print(f"   {outcome.stage.name}: {outcome.result}, {outcome.seconds:.0f} s", flush=True)
             page = write(outcomes, where, place)

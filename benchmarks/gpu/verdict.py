@@ -134,9 +134,9 @@ def _pass(context: str) -> Callable[[Reports], float | None]:
     return figure
 
 
-def _round(lookahead: str, name: str) -> Callable[[Reports], float | None]:
+def _round(lookahead: str, name: str, stage: str = "rounds") -> Callable[[Reports], float | None]:
     def figure(reports: Reports) -> float | None:
-        found = [line[name] for line in _lines(reports, "rounds", way="captured", lookahead=lookahead) if name in line]
+        found = [line[name] for line in _lines(reports, stage, way="captured", lookahead=lookahead) if name in line]
         return found[0] if found else None
 
     return figure
@@ -174,6 +174,22 @@ def _ratio(reports: Reports) -> float | None:
     return plain / drafted if plain and drafted else None
 
 
+def _of_bytes(stage: str) -> Callable[[Reports], float | None]:
+    """Milliseconds of a plain round in 16 bit over those with weights of one byte."""
+
+    def figure(reports: Reports) -> float | None:
+        wide, narrow = (_round("off", "ms", one)(reports) for one in ("rounds", stage))
+        return wide / narrow if wide and narrow else None
+
+    return figure
+
+
+def _switches(reports: Reports) -> float | None:
+    """Tokens per second of a served load with the interval of `shoal serve` over Python's own."""
+    slow, quick = (line["tokens/s"] for line in _lines(reports, "served"))
+    return float(quick / slow)
+
+
 TARGETS = (
     Target("plain pass of 8 rows, share of the floor, short context", 0.80, _pass("short")),
     Target("plain pass of 8 rows, share of the floor, long context", 0.80, _pass("long")),
@@ -186,6 +202,15 @@ TARGETS = (
     Target("waits for the host, share of a round of six drafts", 0.03, _round("fixed:6", "host"), "{:.3f}", at_least=False),
     Target("uploads per round of six drafts", 1, _round("fixed:6", "uploads"), "{:.1f}", at_least=False),
     Target("downloads per round of six drafts", 1, _round("fixed:6", "downloads"), "{:.1f}", at_least=False),
+    *(
+        Target(f"plain round of {name}, share of its floor", 0.80, _round("off", "floor / time", stage))
+        for name, stage in (("a Llama 3 8B", "rounds-8b"), ("long contexts", "rounds-long"))
+    ),
+    *(
+        Target(f"plain round of {form} weights against 16 bit", 1.3, _of_bytes(f"rounds-{form}"), "{:.2f}x")
+        for form in ("int8", "fp8")
+    ),
+    Target("served load, quick switches against Python's own", 1.0, _switches, "{:.2f}x"),
     *(
         Target(f"tokens per second against Transformers, batch {batch}", 1.0, _against_transformers(batch), "{:.2f}x")
         for batch in (8, 1, 32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,12 +27,15 @@ from serving import eventually
 from shoal.bench.random_pairs import SHAPES, shaped_pair
 from shoal.bench.work import Ceilings, Load
 from shoal.models import loading
+from shoal.models.attention.fused import has_triton
 from shoal.models.compiled.block import reservation
+from shoal.serve import engine_thread
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "gpu"
-MODULES = "attention check common host identity passes products requirements rounds run stages verdict".split()
+MODULES = "attention check common host identity passes products requirements rounds run served stages verdict".split()
 CPU = torch.device("cpu")
 
+needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton 3.6 is not installed (extra `triton`)")
 needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
@@ -120,7 +124,10 @@ def test_a_python_without_torch_is_told_what_to_bring(
     lines = capsys.readouterr().err.splitlines()
     assert ["torch" in lines[0], "hypothesis" in lines[1], "nothing was measured" in lines[2]] == [True] * 3
     monkeypatch.setattr(script, "unmet", lambda bounds: {"hypothesis": "not installed", "typer": "0.1, wanted >=0.29"})
+    monkeypatch.setattr(script.shutil, "which", lambda name: "/there" if name == script.SANITIZER else None)
     assert script.require_packages() == ["hypothesis"]  # the measurements can do without
+    monkeypatch.setattr(script.shutil, "which", lambda name: None)
+    assert script.require_packages() == ["hypothesis", "compute-sanitizer"]
 
 
 # ── stages ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,6 +242,10 @@ def test_the_stages_fit_their_time(script: Any) -> None:
     assert [name for name in names if name.startswith("bench")] == ["bench-8", "bench-1", "bench-32"]
     assert [stage.name for stage in quick] == [*proofs, "rounds"]
     assert script.chosen(every, "rounds,check", quick=False) == [every[0], every[4]]
+    more = ["rounds-8b", "rounds-long", "rounds-int8", "rounds-fp8", "served", "sanitizer"]
+    assert names[-len(more) :] == more
+    assert sum(stage.limit for stage in every if stage.name in more) <= 600
+    assert {stage.name: stage.command[0] for stage in every}["sanitizer"] == "compute-sanitizer"
     with pytest.raises(SystemExit, match="no stage speed: check, kernels"):
         script.chosen(every, "check,speed", quick=False)
     for stage in every:  # what it runs is there
@@ -307,7 +318,7 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
 
     rounds = [
         {"way": "modules", "lookahead": "off", "floor / time": 0.1, "host": 0.5},
-        {"way": "captured", "lookahead": "off", "floor / time": 0.9, "host": 0.01, "ms per token": 6.0},
+        {"way": "captured", "lookahead": "off", "floor / time": 0.9, "host": 0.01, "ms per token": 6.0, "ms": 6.0},
         {
             "way": "captured",
             "lookahead": "fixed:6",
@@ -324,6 +335,8 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
         outcome("bench-8", bench(8, off=1000.0, hf=800.0, **{"fixed:6": 2500.0, "auto": 4000.0})),
         outcome("passes", {"lines": [{"context": "short", "new tokens": 1, "attention": "fused", "executor": "Triton layers"}]}),
         outcome("bench-1", bench(1, off=100.0, hf=180.0, auto=160.0)),
+        outcome("rounds-int8", {"lines": [{"way": "captured", "lookahead": "off", "ms": 4.0}]}),
+        outcome("served", {"lines": [{"switch ms": 5.0, "tokens/s": 100.0}, {"switch ms": 0.2, "tokens/s": 90.0}]}),
     ]  # fmt: skip
     found = {verdict.what: verdict for verdict in script.verdicts(outcomes)}
     words = {what: (verdict.measured, verdict.word) for what, verdict in found.items()}
@@ -339,6 +352,9 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
     assert words["tokens per second against Transformers, batch 8"] == ("5.00x", "met")
     assert words["tokens per second against Transformers, batch 1"] == ("0.89x", "missed")
     assert words["tokens per second against Transformers, batch 32"] == (None, "not measured")
+    assert words["plain round of int8 weights against 16 bit"] == ("1.50x", "met")
+    assert words["plain round of fp8 weights against 16 bit"] == (None, "not measured")
+    assert words["served load, quick switches against Python's own"] == ("0.90x", "missed")
     for context in ("short", "long"):  # a line without the figure; no line
         assert words[f"plain pass of 8 rows, share of the floor, {context} context"] == (None, "not measured")
 
@@ -362,6 +378,19 @@ def test_the_guide_has_the_targets_and_the_triton_that_is_pinned(script: Any) ->
     pins = (SCRIPTS.parents[1] / "constraints.txt").read_text(encoding="utf-8")
     of = {name: version for name, _, version in (line.split(";")[0].strip().partition("==") for line in pins.splitlines())}
     assert f"torch {of['torch'].rpartition('.')[0]} brings {of['triton']}, the release that `constraints.txt` pins" in guide
+
+
+@pytest.mark.parametrize("script", ["run"], indirect=True)
+def test_stages_have_more_time_than_they_took_on_a_card(script: Any) -> None:
+    """By the seconds that the guide tells of an H100 and an H200; those that prove something have half as much again."""
+    guide = (SCRIPTS.parents[1] / "docs" / "how-to" / "gpu.md").read_text(encoding="utf-8")
+    taken = {
+        name: max(map(int, re.findall(r"\d+", told)))
+        for name, told in re.findall(r"^\| `([\w-]+)` \|.*\| ([\d to]+) \|$", guide, re.M)
+    }
+    limits = {stage.name: stage.limit / (1.5 if stage.proves else 1.1) for stage in script.stages("cuda")}
+    assert {"check", "kernels", "captured", "identity", "rounds"} <= taken.keys() <= limits.keys()
+    assert {name: seconds for name, seconds in taken.items() if seconds > limits[name]} == {}
 
 
 @pytest.mark.parametrize("script", ["verdict"], indirect=True)
@@ -497,6 +526,31 @@ def test_products_are_checked_and_timed(script: Any, monkeypatch: pytest.MonkeyP
     assert script.line_of(refused, CPU, 1, 1e9, 1)["microseconds"] == "-"
 
 
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "named"),
+    [
+        (
+            "products",
+            ["small, int8", "small, float8_e4m3fn", "norm of 48", "silu and product", "inverse_transform of 600, kernels"],
+        ),
+        ("attention", ["fused"]),
+    ],
+)
+def test_the_kernels_of_a_stage_are_called_as_they_are(script: str, named: list[str], tmp_path: Path) -> None:
+    """By the interpreter: on a card a name that has changed would cost the stage."""
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--device", "cpu", "--results", str(tmp_path)]
+    options = ["--repeats", "1"] if script == "products" else []
+    run = subprocess.run(
+        [*command, *options], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = lines_in(tmp_path, script)
+    found = {line.get("operation", line.get("attention")): line["verified"] for line in lines}
+    assert {name: found.get(name) for name in named} == dict.fromkeys(named, True)
+
+
 def run_script(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> int:
     """Its exit code."""
     monkeypatch.setattr(sys, "argv", ["script.py", "--device", "cpu", "--results", str(tmp_path), *options])
@@ -567,7 +621,7 @@ def bytes_of(shape: Any) -> tuple[int, int]:
     """Of the weights in bfloat16, and of the keys and values of a token."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(shape.config())
-    return 2 * sum(one.numel() for one in model.parameters()), 2 * 2 * shape.layers * shape.width
+    return 2 * sum(one.numel() for one in model.parameters()), 2 * 2 * shape.layers * shape.kv_width
 
 
 def cache(rows: int, tokens: int) -> int:
@@ -596,16 +650,26 @@ def test_the_measurements_fit_a_card(script: Any) -> None:
         kinds = [len(list(passes.kinds(True, methods[min(i, 1)]))) for i in range(len(sizes))]
         return weights + token * sum(n * cache(8, size + 8) for n, size in zip(kinds, sizes, strict=True))
 
-    new = 7 * (rounds.WARM_UPS + 2 * 12 + 2)
-    engines = len(rounds.LOOKAHEADS) + 1  # and the one of greedy tokens
-    of_rounds = weights + len(rounds.WAYS["cuda"]) * (engines * pair * cache(8, rounds.PROMPT + new) + RESULTS)
+    def of_rounds(stage: dict[str, str]) -> int:
+        models = [bytes_of(shape) for shape in SHAPES[stage["--shape"]]]
+        ways, prompt = stage.get("--ways", ",".join(rounds.WAYS["cuda"])), int(stage.get("--prompt-tokens", rounds.PROMPT))
+        lengths = [
+            int("0" + one.partition(":")[2]) for one in stage.get("--lookaheads", ",".join(rounds.LOOKAHEADS)).split(",")
+        ]
+        new = (1 + max(lengths)) * (rounds.WARM_UPS + 2 * 12 + 2)
+        engines = len(lengths) + 1  # and the one of greedy tokens
+        each = engines * sum(token for _, token in models) * cache(8, prompt + new) + RESULTS
+        return sum(weights for weights, _ in models) + len(ways.split(",")) * each
+
+    of_each = [of_rounds(options) for name, options in every.items() if name.startswith("rounds")]
     bench = [options for name, options in every.items() if name.startswith("bench")]
     of_bench = [
         weights + 4 * pair * cache(int(one["--batch-sizes"]), PROMPT_TOKENS + int(one["--max-new-tokens"]) + 7) + RESULTS
         for one in bench
     ]
     assert weights > 16e9  # of 8.1 thousand million parameters
-    assert max(of_passes(later=1), of_rounds, *of_bench) <= CARD
+    assert len(of_each) == 5
+    assert max(of_passes(later=1), *of_each, *of_bench) <= CARD
     assert of_passes(later=2) > CARD  # so the long context has one method only
 
 
@@ -658,6 +722,43 @@ def test_scripts_run_on_the_pretended_device(script: str, options: list[str], tm
     else:
         assert [(line["lookahead"], line["failure"]) for line in lines] == [("off", "-"), ("fixed:6", "-")]
         assert all(0 < line["host"] < 1 for line in lines)  # of captured rounds alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["served"], indirect=True)
+def test_a_served_load_is_measured_with_two_intervals(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    used: list[float] = []
+    begin = engine_thread._quick_switches
+    monkeypatch.setattr(
+        engine_thread, "_quick_switches", lambda device: (used.append(engine_thread.SWITCH_SECONDS), begin(device))[1]
+    )
+    options = ["--shape", "tiny", "--clients", "2", "--requests", "2", "--tokens", "8", "--prompt-tokens", "9"]
+    assert run_script(script, monkeypatch, tmp_path, *options) == 0
+    lines = lines_in(tmp_path, "served")
+    assert used == list(script.SWITCHES) == [5e-3, 2e-4]
+    assert [(line["switch ms"], line["tokens"], line["device waits"]) for line in lines] == [
+        (5.0, 32, None),
+        (0.2, 32, None),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["rounds"], indirect=True)
+def test_rounds_of_bytes_and_of_other_lengths(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = [
+        "--shape",
+        "tiny",
+        "--rows",
+        "2",
+        "--rounds",
+        "1",
+        "--prompt-tokens",
+        "9",
+        "--quantize",
+        "target=int8,draft=int8",
+    ]
+    assert run_script(script, monkeypatch, tmp_path, *options, "--lookaheads", "fixed:4", "--ways", "modules") == 0
+    assert [(line["way"], line["lookahead"]) for line in lines_in(tmp_path, "rounds")] == [("modules", "fixed:4")]
 
 
 @pytest.mark.parametrize("script", ["host"], indirect=True)

@@ -2,7 +2,8 @@
 
 They are for timing, where weights do not matter. Layers, widths and vocabularies are taken from
 BASS's pairs (Qian et al. 2024); the layers are Llama's, so the width of the MLP is set by the
-published number of parameters. Every head has its own keys and values, as in those models.
+published number of parameters. Every head has its own keys and values, as in those models; in Llama
+3, whose shapes are here too, four query heads share them.
 
 An acceptance rate is imposed on their compute, so that large shapes can be timed.
 """
@@ -34,7 +35,11 @@ from shoal.types.trees import DraftTree, Verdict
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """A Llama: width of the residual stream, of the MLP; `tied`: one matrix embeds and predicts."""
+    """A Llama: width of the residual stream, of the MLP; `tied`: one matrix embeds and predicts.
+
+    Attributes:
+        kv_heads: heads of keys and values; 0 = as many as of queries.
+    """
 
     layers: int
     width: int
@@ -42,6 +47,12 @@ class LlamaShape:
     mlp: int
     vocabulary: int
     tied: bool = True
+    kv_heads: int = 0
+
+    @property
+    def kv_width(self) -> int:
+        """The features of a token's keys in a layer."""
+        return self.width // self.heads * (self.kv_heads or self.heads)
 
     def config(self) -> Any:
         """Returns the config for Transformers; no token ends a row."""
@@ -49,7 +60,7 @@ class LlamaShape:
             num_hidden_layers=self.layers,
             hidden_size=self.width,
             num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
+            num_key_value_heads=self.kv_heads or self.heads,
             intermediate_size=self.mlp,
             vocab_size=self.vocabulary,
             tie_word_embeddings=self.tied,
@@ -67,9 +78,13 @@ SHAPES: dict[str, tuple[LlamaShape, LlamaShape]] = {
         LlamaShape(20, 1024, 16, 2736, 51200, tied=False),
     ),
     "13b/125m": (LlamaShape(40, 5120, 40, 13656, 50272), LlamaShape(12, 768, 12, 2048, 50272)),
+    "llama-3-8b/1b": (
+        LlamaShape(32, 4096, 32, 14336, 128256, tied=False, kv_heads=8),
+        LlamaShape(16, 2048, 32, 8192, 128256, kv_heads=8),
+    ),
     "tiny": (LlamaShape(3, 64, 4, 128, 512), LlamaShape(1, 32, 4, 64, 512)),
 }
-"""The shapes of target and drafter: BASS's own code model, CodeGen-Mono, OPT; and one for tests."""
+"""The shapes of the pairs: BASS's code model, CodeGen-Mono, OPT, Llama 3; one for tests."""
 
 
 def shaped_pair(

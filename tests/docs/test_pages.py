@@ -63,24 +63,56 @@ def test_an_example_of_the_design_runs(line: int, source: str, monkeypatch: pyte
 # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_commands_of_the_readme_parse(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = [
-        command for _, block in blocks(README.read_text(encoding="utf-8"), "console") for command in shoal_commands(block)
-    ]
-    assert shown, "README.md shows no `$ shoal ...` command"
-    for command in shown:
-        # All options are parsed before --help answers and nothing runs.
-        code = run([*command[:1], "--help", *command[1:]])
-        assert code == 0, f"shoal {shlex.join(command)}: {capsys.readouterr().err}"
+def test_commands_of_the_pages_parse(capsys: pytest.CaptureFixture[str]) -> None:
+    """All options are parsed before --help answers, and nothing runs."""
+    shown: dict[str, list[list[str]]] = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        prompted = [block for _, block in blocks(text, "console")] + [f"$ {block}" for _, block in blocks(text, "bash")]
+        shown[os.path.relpath(page, ROOT)] = [command for block in prompted for command in shoal_commands(block)]
+    assert shown["README.md"], "README.md shows no `$ shoal ...` command"
+    assert sum(map(len, shown.values())) > 50
+    for name, commands in shown.items():
+        for command in commands:
+            code = run([*command[:1], "--help", *command[1:]])
+            assert code == 0, f"{name}: shoal {shlex.join(command)}: {capsys.readouterr().err}"
+    capsys.readouterr()
     assert run(["demo", "--help", "--no-such-option"]) == 2  # the control
     assert "--no-such-option" in capsys.readouterr().err
+
+
+CALLED = re.compile(r"python ((?:benchmarks|training|scripts)/[\w/]+\.py)([^`\n#]*(?:\n(?=[^`\n]*`)[^`\n#]*)?)")
+
+
+def unknown_options(text: str) -> Iterator[str]:
+    """Calls of scripts in a text, and their options that the script's source does not have."""
+    for script, given in CALLED.findall(text):
+        file = ROOT / script
+        source = file.read_text(encoding="utf-8") if file.exists() else ""
+        for option in re.findall(r"(?<![\w-])--?[a-z][\w-]*", given):
+            name = option.lstrip("-").replace("-", "_")
+            if f'"{option}"' not in source and not re.search(rf"\b{name}\s*:", source):
+                yield f"{script} {option}"
+
+
+def test_options_of_scripts_are_there() -> None:
+    pages = {os.path.relpath(page, ROOT): page.read_text(encoding="utf-8") for page in PAGES}
+    assert sum(len(CALLED.findall(text)) for text in pages.values()) > 40
+    assert {name: found for name, text in pages.items() if (found := [*unknown_options(text)])} == {}
+    wrong = "`python benchmarks/drafters.py --repeats 3\n--gone 4 -k 4`, `python benchmarks/gone.py --json FILE`"
+    assert [*unknown_options(wrong)] == [
+        "benchmarks/drafters.py --gone",
+        "benchmarks/drafters.py -k",
+        "benchmarks/gone.py --json",
+    ]
 
 
 def test_commands_are_taken_apart() -> None:
     block = (
         "$ make demo\n$ A=1 shoal demo | head\nshoal: no command\n$ echo 'x; y' | shoal generate \\\n  --n 4 'a | b' > out\n"
+        "$ curl -d '{\n}'\n$ shoal bench --baselines ''\n"
     )
-    assert shoal_commands(block) == [["demo"], ["generate", "--n", "4", "a | b"]]
+    assert shoal_commands(block) == [["demo"], ["generate", "--n", "4", "a | b"], ["bench", "--baselines", ""]]
 
 
 @pytest.mark.slow

@@ -31,12 +31,12 @@ def shoal_commands(console: str) -> list[list[str]]:
     """The arguments of every `shoal` call after a `$` prompt, pipes and redirections taken apart."""
     commands = []
     lines = console.replace("\\\n", " ").splitlines()
-    for line in (line.removeprefix("$ ") for line in lines if line.startswith("$ ")):
+    for line in (line.removeprefix("$ ") for line in lines if line.startswith("$ ") and "shoal" in line):
         words = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
         words.whitespace_split = True
         part: list[str] = []
         for word in [*words, ";"]:
-            if not set(word) <= set("|&;<>"):
+            if not word or not set(word) <= set("|&;<>"):
                 part.append(word)
                 continue
             while part and re.fullmatch(r"\w+=.*", part[0]):

@@ -226,6 +226,20 @@ def table(found: Runs, steps: int) -> str:
     return "\n".join(lines)
 
 
+def by_seed(found: Runs, steps: int) -> str:
+    """Returns the table of docs/how-to/train.md: rewards and speed of each run."""
+    part = max(1, steps // 4)
+    lines = [
+        f"| rollouts by | seed | steps 1-{part} | steps {steps - part + 1}-{steps} | tokens/s |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, runs in found.items():
+        for seed, rows in runs.items():
+            first, last = (mean(row["reward"] for row in rows[some]) for some in (slice(part), slice(-part, None)))
+            lines.append(f"| {name} | {seed} | {first:.3f} | {last:.3f} | {speed(rows):,.0f} |")
+    return "\n".join(lines)
+
+
 def tails(found: Runs) -> str:
     """Means over seeds of the steps of the second half."""
     names = ("seconds", "passes", "passes_tail", "drafts_before", "drafts_tail")
@@ -241,7 +255,7 @@ def tails(found: Runs) -> str:
 
 
 def plot(found: Runs, place: Path) -> None:
-    """Rewards and speeds by step: a thin line for each seed, a thick one for their mean."""
+    """Rewards and speeds by step: the mean over seeds, and around it a band of a standard deviation to either side."""
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8))
@@ -251,9 +265,12 @@ def plot(found: Runs, place: Path) -> None:
         speeds = [[row["tokens"] / row["seconds"] for row in rows] for rows in runs.values()]
         for axes, curves in ((left, rewards), (right, speeds)):
             steps = range(1, len(curves[0]) + 1)
-            for curve in curves if len(curves) > 1 else []:
-                axes.plot(steps, curve, color=f"C{number}", linewidth=0.7, alpha=0.6)
-            axes.plot(steps, [mean(at) for at in zip(*curves, strict=True)], color=f"C{number}", linewidth=2.4, label=name)
+            middle = [mean(at) for at in zip(*curves, strict=True)]
+            if len(curves) > 1:
+                spread = [stdev(at) for at in zip(*curves, strict=True)]
+                low, high = ([m + side * s for m, s in zip(middle, spread, strict=True)] for side in (-1, 1))
+                axes.fill_between(steps, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
+            axes.plot(steps, middle, color=f"C{number}", linewidth=2.4, label=name)
     left.set(xlabel="step", ylabel=f"mean reward, over {window} steps")
     right.set(xlabel="step", ylabel="tokens per second of rollouts", ylim=(0, None))
     left.legend(fontsize=8)
@@ -295,7 +312,7 @@ def main() -> None:
                 found[name][seed] = train(name, seed, given, Path(place))
             if given.json:
                 write_results(given.json, {"machine": machine(torch.device("cpu")), "arguments": asked, "runs": found})
-    print(f"\n{table(found, given.steps)}")
+    print(f"\n{table(found, given.steps)}\n\n{by_seed(found, given.steps)}")
     if given.tail:
         print(f"\n{tails(found)}")
     if given.plot:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Quality within a time budget, of the bundled pair on 200 problems it was not trained on: docs/measurements/quality.md shows what it printed.
+# Quality within a time budget, of the bundled pair on 200 problems it was not trained on: quality_tables.py --pair keeps and shows it.
 #
 #   benchmarks/quality.sh [DIRECTORY]      build/quality without one; stopped, it goes on where it was
 #
@@ -7,7 +7,7 @@
 set -eu
 out=${1:-build/quality}
 shoal=${SHOAL:-shoal}
-budgets=0.1,0.15,0.2,0.25,0.3,0.4,0.5,0.75,1,2,inf
+budgets=0.005,0.01,0.015,0.02,0.03,0.04,0.05,0.075,0.1,0.15,0.2,0.3,0.4,0.5,0.75,1,inf
 
 for temperature in 0.2 0.8; do
   common="functions -n 8 --temperature $temperature --top-p 0.95 --max-new-tokens 128"

@@ -1,9 +1,10 @@
-"""The tables and plots of `quality_real.sh`, of the runs that have come to their end.
+"""The tables and plots of `quality_real.sh` and `quality.sh`, of the runs that have come to their end.
 
     python benchmarks/quality_tables.py build/quality-real    # keeps their summaries in results/, draws, writes the tables
+    python benchmarks/quality_tables.py --pair build/quality  # those of `quality.sh`, the bundled pair's
     python benchmarks/quality_tables.py                       # from the summaries in results/ alone
 
-The tables stand in docs/measurements/quality.md between two marks; the prose around them is by hand.
+The tables stand in docs/measurements/quality.md between marks; the prose around them is by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from shoal.evaluation.figure import metric_name, png
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "quality.md"
 BEGIN, END = "<!-- quality_tables.py writes from here -->\n", "<!-- to here -->\n"
+PAIR_BEGIN, PAIR_END = "<!-- quality_tables.py writes the pair's from here -->\n", "<!-- the pair's to here -->\n"
 PREFIX = "quality-smollm2-"
+SEEDED, FRESH = ("seeded-0.2", "seeded-0.8"), ("fresh-0.2", "fresh-0.8")
+COLUMNS = 7
+"""Budgets in a table of the pair, at most."""
 SUMMARIES = "summaries"
 SETS = {
     "humaneval": "HumanEval",
@@ -105,26 +110,130 @@ def line_of(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+# ── the bundled pair ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def keep_pair(directory: Path, results: Path = RESULTS) -> None:
+    """Copies the summaries of `quality.sh`."""
+    for name in (*SEEDED, *FRESH):
+        summary = json.loads((directory / name / "summary.json").read_text("utf-8"))
+        write_results(results / f"quality-{name}.json", summary)
+
+
+def kept_pair(results: Path = RESULTS) -> dict[str, Summary]:
+    return {name: json.loads((results / f"quality-{name}.json").read_text("utf-8")) for name in (*SEEDED, *FRESH)}
+
+
+def pair_pages(found: Mapping[str, Summary]) -> Iterator[str]:
+    """Yields the pair's part of the page: files, plot, and the tables of times and of laws."""
+    yield f"Of the runs with a seed: {', '.join(origin(name, found[name]) for name in SEEDED)}.\n"
+    yield "![Pass@First and Pass@All over the time budget, at temperatures 0.2 and 0.8](../../benchmarks/results/quality.png)\n"
+    for name in SEEDED:
+        yield f"**T = {name.partition('-')[2]}**: Pass@First / Pass@All in per cent\n"
+        budgets = telling_budgets(found[name])
+        heads = ["method", *(f"{budget:g} s" for budget in budgets), "no budget", "all there after, s"]
+        yield "\n".join(map(line_of, [heads, ["---"] * len(heads), *budget_lines(found[name], budgets)])) + "\n"
+    heads = ["T", "methods", "metric", "better at", "worse at", "most gained, points", "most lost, points", "same ids"]
+    rows = [row for name in SEEDED for row in rivals(name, found[name])]
+    yield f"Of {COUNTED} budgets, at how many the first method is better or worse than the second beyond chance, and where most:\n"
+    yield "\n".join(map(line_of, [heads, ["---"] * len(heads), *rows])) + "\n"
+    yield f"Of the runs without a seed: {', '.join(origin(name, found[name]) for name in FRESH)}.\n"
+    heads = ["T", "metric", "plain", "batched", "difference, points", "p"]
+    rows = [row for name in FRESH for row in laws(name, found[name])]
+    yield "\n".join(map(line_of, [heads, ["---"] * len(heads), *rows])) + "\n"
+
+
+COUNTED = 96
+"""Budgets of a curve."""
+
+
+def origin(name: str, summary: Summary) -> str:
+    """Names a file, its commit and its date."""
+    commit, _, dirty = summary["machine"]["commit"].partition("-")
+    changed = " with changes" if dirty else ""
+    return (
+        f"[{name}](../../benchmarks/results/quality-{name}.json) (commit `{commit}`{changed}, {summary['machine']['date']})"
+    )
+
+
+def telling_budgets(summary: Summary) -> list[float]:
+    """Returns the budgets at which the methods have finished most differently, in order."""
+    finished: dict[float, list[float]] = {}
+    for one in summary["lines"]:
+        if one["budget"]:
+            finished.setdefault(one["budget"], []).append(one["finished"]["mean"])
+    ranked = sorted(finished, key=lambda budget: max(finished[budget]) - min(finished[budget]), reverse=True)
+    return sorted(ranked[:COLUMNS])
+
+
+def budget_lines(summary: Summary, budgets: list[float]) -> Iterator[list[str]]:
+    """Yields two rows of a table for each method: what passes, and what is finished."""
+    for method in summary["settings"]["methods"]:
+        by = {one["budget"]: one for one in summary["lines"] if one["method"] == method}
+        shares = [f"{percent(by[one], 'passed_first')} / {percent(by[one], 'passed_all')}" for one in (*budgets, None)]
+        yield [method, *shares, f"{by[None]['seconds']['mean']:.3f}"]
+        yield [f"{method}: finished, %", *(percent(by[one], "finished") for one in (*budgets, None)), ""]
+
+
+def rivals(name: str, summary: Summary) -> Iterator[list[str]]:
+    """Yields how each pair of methods compares over all budgets."""
+    for one in summary["against"]:
+        for metric, key in (("Pass@First", "first"), ("Pass@All", "all")):
+            told = one[key]
+            most = [
+                f"{100 * told[side]['difference']:+.1f} ({told[side]['budget']:.2g} s)" if told[side]["difference"] else "0"
+                for side in ("gain", "loss")
+            ]
+            same = f"{one['same_ids']} of {one['samples']}"
+            counts = [str(told["better"]), str(told["worse"])]
+            yield [name.partition("-")[2], f"{one['method']}, {one['other']}", metric, *counts, *most, same]
+
+
+def laws(name: str, summary: Summary) -> Iterator[list[str]]:
+    """Yields pass@k of plain and of batched decoding, with the interval of their difference."""
+    plain, batched = (
+        next(one for one in summary["lines"] if one["method"] == method and one["budget"] is None)
+        for method in ("plain", "batched")
+    )
+    compared = next(one for one in summary["against"] if one["method"] == "batched" and one["other"] == "plain")
+    for metric in (key for key in plain if key.startswith("pass@")):
+        told = compared[metric]
+        mean, low, high = (f"{100 * told[key]:+.2f}" for key in ("mean", "low", "high"))
+        shares = [f"{100 * one[metric]['mean']:.2f}" for one in (plain, batched)]
+        yield [name.partition("-")[2], metric, *shares, f"{mean} [{low}, {high}]", f"{told['p']:.2f}"]
+
+
+def between(page: str, begin: str, end: str, parts: Iterator[str]) -> str:
+    """Returns the page with these parts between two marks."""
+    before, first, rest = page.partition(begin)
+    _, last, after = rest.partition(end)
+    if not (first and last):
+        raise SystemExit(f"the page has no marks: {begin}{end}")
+    return before + begin + "\n" + "\n".join(parts) + "\n" + end + after
+
+
 def written(page: str, found: Mapping[str, Mapping[int, Summary]]) -> str:
     """Returns the page with these tables between its marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"the page has no marks: {BEGIN}{END}")
-    return before + begin + "\n" + "\n".join(pages(found)) + "\n" + end + after
+    return between(page, BEGIN, END, pages(found))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=Path, help="that of quality_real.sh")
+    parser.add_argument("--pair", type=Path, metavar="DIRECTORY", help="that of quality.sh")
     asked = parser.parse_args()
     if asked.directory is not None:
         keep(asked.directory)
+    if asked.pair is not None:
+        keep_pair(asked.pair)
     found = kept()
     for name, runs in found.items():
         if passes(runs):
             (RESULTS / f"{PREFIX}{name}.png").write_bytes(png(list(runs.values())))
-    write_synced(PAGE, written(PAGE.read_text("utf-8"), found))
+    pair = kept_pair()
+    (RESULTS / "quality.png").write_bytes(png([pair[name] for name in SEEDED]))
+    page = between(PAGE.read_text("utf-8"), PAIR_BEGIN, PAIR_END, pair_pages(pair))
+    write_synced(PAGE, written(page, found))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 
 import quality_tables
 import summaries
-from quality_tables import PAGE, keep, kept, pages, passes, written
+from quality_tables import PAGE, between, keep, kept, pages, pair_pages, passes, written
 from shoal.evaluation.tasks import Document, read_documents
 
 SCRIPT = Path(quality_tables.__file__).with_name("quality_real.sh")
@@ -185,3 +185,40 @@ def test_the_page_has_the_tables_of_the_files() -> None:
     assert all(
         (quality_tables.RESULTS / f"quality-smollm2-{name}.png").exists() for name, runs in found.items() if passes(runs)
     )
+    pair = quality_tables.kept_pair()
+    assert between(text, quality_tables.PAIR_BEGIN, quality_tables.PAIR_END, pair_pages(pair)) == text
+
+
+def test_tables_of_the_pair_name_their_files_and_tell_methods_apart(tmp_path: Path) -> None:
+    runs, results = tmp_path / "runs", tmp_path / "results"
+    results.mkdir()
+    means = {"mean": 0.01, "low": -0.02, "high": 0.03, "p": 0.5}
+    metric = {
+        "better": 3,
+        "worse": 1,
+        "gain": {"difference": 0.25, "budget": 0.125},
+        "loss": {"difference": 0.0, "budget": 1},
+    }
+    for name in (*quality_tables.SEEDED, *quality_tables.FRESH):
+        compared = summary(8)
+        compared["machine"]["commit"] += "-dirty" * (name == "fresh-0.8")
+        compared["against"][0] |= {"first": metric, "all": metric, "pass@1": means}
+        (runs / name).mkdir(parents=True)
+        (runs / name / "summary.json").write_text(json.dumps(compared))
+    quality_tables.keep_pair(runs, results)
+    text = "\n".join(pair_pages(quality_tables.kept_pair(results)))
+    assert text.count("(commit `0123456789ab`, 2026-01-02)") == 3
+    assert text.count("(commit `0123456789ab` with changes, 2026-01-02)") == 1
+    heads = "| method | 0.5 s | 1 s | 2 s | 3 s | 4 s | no budget | all there after, s |"
+    assert text.count(heads) == 2
+    assert "| batched: finished, % | 40.0 | 50.0 | 60.0 | 120.0 | 70.0 | 80.0 |  |" in text
+    assert "| 0.2 | batched, plain | Pass@All | 3 | 1 | +25.0 (0.12 s) | 0 | 55 of 56 |" in text
+    assert "| 0.8 | pass@1 | 25.00 | 25.00 | +1.00 [-2.00, +3.00] | 0.50 |" in text
+
+
+def test_a_table_has_the_budgets_at_which_methods_differ_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = summary(8)
+    for line in compared["lines"]:
+        line["finished"]["mean"] = {0.5: 0.1, 2: 0.3, 4: 0.2}.get(line["budget"], 0.0) * (line["method"] == "batched")
+    monkeypatch.setattr(quality_tables, "COLUMNS", 2)
+    assert quality_tables.telling_budgets(compared) == [2, 4]

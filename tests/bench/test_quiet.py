@@ -57,6 +57,16 @@ def test_a_process_that_began_meanwhile_counts_and_one_that_ended_counts_by_its_
     assert busy_processes(before, later, 10.0, OWN) == (BusyProcess("ld", 0.5), BusyProcess("make", 0.4))
 
 
+def test_the_time_of_a_grandchild_before_is_not_counted_again_where_both_have_ended() -> None:
+    """A shell waits for a script that waited for its program; of a program whose script goes on, the shell knows nothing."""
+    shell, script, program = Process(1, "bash", 2.0, 1.0), Process(50, "sh", 3.0, 0.0), Process(51, "cc", 4.0, 100.0)
+    before = {OWN: HERE, 50: shell, 51: script, 52: program}
+    later = {OWN: HERE, 50: after(shell, reaped=104.0)}
+    assert busy_processes(before, later, 10.0, OWN) == (BusyProcess("bash", 0.4),)
+    goes_on = {OWN: HERE, 50: after(shell, reaped=5.0), 51: after(script, reaped=104.0)}
+    assert busy_processes(before, goes_on, 10.0, OWN) == (BusyProcess("bash", 0.5), BusyProcess("sh", 0.4))
+
+
 def test_an_id_that_was_given_again_is_another_process() -> None:
     other = Process(1, "python", 90.0, 4.0)
     assert busy_processes({7: IDLE}, {7: other}, 10.0, OWN) == (BusyProcess("python", 0.4),)

@@ -238,20 +238,16 @@ def busy_processes(
         own: the process that does not count, nor its descendants.
     """
     family, found = _descendants(own, {**before, **after}), []
+    ended = {pid: one for pid, one in before.items() if not _same(one, after.get(pid))}
     for pid, process in after.items():
         if pid in family:
             continue
         earlier = before.get(pid)
         if earlier is None or earlier.started != process.started:
             earlier = Process(process.parent, process.name, process.started, 0.0)
-        ended = sum(
-            child.total
-            for other, child in before.items()
-            if child.parent == pid and not _same(child, after.get(other))
-        )
-        spent = (
-            process.seconds - earlier.seconds + max(0.0, process.reaped - earlier.reaped - ended)
-        )
+        waited_for = _descendants(pid, ended) - {pid}
+        reaped = process.reaped - earlier.reaped - sum(ended[one].total for one in waited_for)
+        spent = process.seconds - earlier.seconds + max(0.0, reaped)
         if spent >= LEAST_SECONDS and spent > LIMIT * seconds:
             found.append(BusyProcess(process.name, spent / seconds))
     return tuple(sorted(found, key=lambda one: -one.cores))

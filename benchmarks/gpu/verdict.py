@@ -186,8 +186,8 @@ def _of_bytes(stage: str) -> Callable[[Reports], float | None]:
 
 def _switches(reports: Reports) -> float | None:
     """Tokens per second of a served load with the interval of `shoal serve` over Python's own."""
-    slow, quick = (line["tokens/s"] for line in _lines(reports, "served"))
-    return float(quick / slow)
+    found = [float(line["tokens/s"]) for line in _lines(reports, "served")]
+    return found[1] / found[0] if len(found) == 2 else None
 
 
 TARGETS = (

@@ -1,11 +1,12 @@
 """Times of models are those of their device: a GPU goes on while the host has long returned.
 
-Tests of: models.device, drafting.captured, models.compiled.
+Tests of: models.device, drafting.captured, models.compiled, models.compiled.transfer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from pretend import Pretend
 from recorder import Recorder
 from shoal.config import Sampling
 from shoal.drafting.captured import CapturedRounds
-from shoal.models.compiled import EXECUTORS
+from shoal.models.compiled import EXECUTORS, transfer
 from shoal.models.device import MOST, Moments, RunnerCounts, Spans
 
 CPU = torch.device("cpu")
@@ -130,6 +131,29 @@ def test_a_model_is_timed_on_the_stream_of_its_own_device(device: Pretend, monke
     spans.begin()
     spans.end()
     assert [event.stream for event in spans._all[0]._events] == ["the stream of cuda:1"] * 2
+
+
+def test_copies_are_waited_for_on_the_stream_of_their_own_device(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event of another device's stream is over at once: results would be read before they are there."""
+    made: list[Event] = []
+
+    def event_for(_: torch.device) -> Event:
+        made.append(Event(device))
+        return made[-1]
+
+    monkeypatch.setattr(transfer, "event_for", event_for)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    upload = transfer.Upload({"numbers": 2}, CPU)
+    monkeypatch.setattr(upload, "_device", SimpleNamespace(copy_=lambda *_, **__: None, device=torch.device("cuda:1")))
+    upload.send()
+    transfer.Arrival(torch.zeros(1), torch.device("cuda:1")).wait()
+    assert [(event.stream, event.waited) for event in made] == [
+        ("the stream of cuda:1", False),
+        ("the stream of cuda:1", True),
+    ]
+    upload.reuse()
+    assert made[0].waited
 
 
 def test_without_events_it_is_the_clock_of_the_host() -> None:

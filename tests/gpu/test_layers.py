@@ -269,6 +269,20 @@ def test_what_is_launched_besides_layers(k: int, rule: str, monkeypatch: pytest.
     assert whole - k * draft <= LAUNCHES[k, rule][1]
 
 
+@needs_triton
+@torch.inference_mode()
+def test_what_a_graph_fills_in_counts_as_launched() -> None:
+    """Numbers of Python become tensors by kernels of their own, at each replay; padding is filled, then the values are copied."""
+    from fused_launches import Launches
+
+    x = torch.ones(2, 3)
+    with Launches() as mode:
+        x.view(3, 2).transpose(0, 1)
+        torch.where(torch.arange(3) > 1, x, 0.5)
+        torch.nn.functional.pad(x, (0, 1))
+    assert mode.names == {"arange": 1, "gt": 1, "scalar_tensor": 1, "where": 1, "constant_pad_nd": 2}
+
+
 def test_the_launches_are_those_that_the_documents_say() -> None:
     (_, plain), (draft, chains), (_, coupled) = LAUNCHES.values()
     said = f"{plain} plain; {draft} a draft and {chains} ({coupled} by the coupled rule) with drafts"

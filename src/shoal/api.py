@@ -316,7 +316,7 @@ class Shoal(Pair):
         if self._follower is None:
             self._follower = Follower(target, learner, self.drafter_name or "")
         found = self._follower.align(
-            rollouts, said=logits, steps=counts[0], rows=counts[1], rate=rate
+            rollouts, given_logits=logits, steps=counts[0], rows=counts[1], rate=rate
         )
         if self.prefixes is not None:
             self.prefixes.clear()  # the draft model's keys are those of its old weights

@@ -198,7 +198,7 @@ def test_factors_and_the_cap_of_a_config(tmp_path: Path, target: Runner) -> None
     entries = {"input_embedding_scale": 2.0, "output_multiplier": 3.0, "final_logit_softcapping": 5.0}
     plain, scaled = (load_block(save_dflash(tmp_path / str(len(own)), **own), target)[0] for own in ({}, entries))
     states = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(target.dtype)
-    torch.testing.assert_close(scaled.said(states), 5 * torch.tanh(3 * plain.said(states) / 5))
+    torch.testing.assert_close(scaled.logits(states), 5 * torch.tanh(3 * plain.logits(states) / 5))
     table, head = plain._of_target
     plain._of_target = SimpleNamespace(weight=2 * table.weight), head  # type: ignore[assignment]
     ids = torch.tensor([[1, MASK, MASK]])

@@ -126,7 +126,7 @@ def grown(width: int = 3, **options: Any) -> TokenTree:
     tree = TokenTree(width, **options)
     leaf = tree.select()
     assert leaf is tree.root
-    leaf.known = rolled(10, 20), 0
+    leaf.roll_out = rolled(10, 20), 0
     tree.learn(leaf, 0.25)
     return tree
 
@@ -160,14 +160,14 @@ def test_values_are_the_best_below_and_a_known_child_goes_on_by_its_roll_out() -
     tree = grown()
     greedy = tree.select()
     assert greedy is not None
-    assert greedy.known is not None
-    assert greedy.known[1] == 1  # behind the first token of the root's roll-out
+    assert greedy.roll_out is not None
+    assert greedy.roll_out[1] == 1  # behind the first token of the root's roll-out
     tree.learn(greedy, 0.25)
     assert [child.token for child in greedy.children or ()] == [20, 21, 22]
     assert (greedy.children or ())[0].path == [10, 20]
     other = (tree.root.children or ())[1]
     tree.take(other)
-    other.known = rolled(5), 0
+    other.roll_out = rolled(5), 0
     tree.learn(other, 0.75)
     assert (tree.root.value, other.value, greedy.value) == (0.75, 0.75, 0.25)
     last = (greedy.children or ())[0]
@@ -185,7 +185,7 @@ def test_only_flat_places_have_several_children() -> None:
     tree = TokenTree(2, entropy=0.5)
     node = tree.select()
     assert node is not None
-    node.known = rolled(10, 20, candidates=[sure, flat]), 0
+    node.roll_out = rolled(10, 20, candidates=[sure, flat]), 0
     tree.learn(node, 0.0)
     assert [child.token for child in node.children or ()] == [10]
     node = tree.select()

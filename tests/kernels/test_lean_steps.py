@@ -146,7 +146,7 @@ def one_by_one(runner: Runner, uniforms: Tensor, most: int = 4) -> tuple[list[Te
     for j in range(most):
         logits = fork.feed([3, 1, 4, 0], block, counts)
         last = logits[torch.arange(4), torch.tensor(counts) - 1][:, None, :VOCAB]
-        drawn = native_draws.drawn(last, SAMPLINGS, uniforms[:, j : j + 1], want_p=True, want_highest=True)
+        drawn = native_draws.draw(last, SAMPLINGS, uniforms[:, j : j + 1], want_p=True, want_highest=True)
         for kept, value in zip(found, (drawn.tokens, drawn.p, drawn.highest), strict=True):
             assert value is not None
             kept.append(value[:, 0])

@@ -212,7 +212,7 @@ def test_a_drafter_is_trained_with_exits(small: None, tmp_path: Path) -> None:
     own.prepare()
     tokens = torch.from_numpy(own.samples.tokens(held_out=False)[:64].astype("int64")).view(2, 32)
     loss = own.stages[0].loss(own.model, tokens)
-    said = own.said(tokens)
+    said = own.logit_pairs(tokens)
     by_hand = [torch.nn.functional.cross_entropy(q.flatten(0, 1), tokens[:, 1:].flatten()) for q, _ in said]
     assert len(said) == 3
     assert float(loss.detach()) == pytest.approx(float(torch.stack(by_hand).mean().detach()), abs=1e-4)

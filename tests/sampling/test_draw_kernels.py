@@ -24,7 +24,7 @@ from shoal.config import Sampling
 from shoal.sampling import native_draws
 from shoal.sampling.acceptance import accepted_lengths, reject_and_replace
 from shoal.sampling.drawing import exponential_race, inverse_transform
-from shoal.sampling.native_draws import Drawn, Verified, drawn, verified
+from shoal.sampling.native_draws import Drawn, Verified
 from shoal.sampling.uniforms import race_uniforms, round_uniforms
 from shoal.types.trees import DraftTree, Verdict
 from wrong_kernels import compiled_as_wrong_ones_are, wrong_kernels
@@ -91,7 +91,7 @@ def draws_excess(seed: int, samplings: list[Sampling], vocab: int, dtype: torch.
     """How far draws are from their definition: at most 1 if they are right."""
     rows, columns = max(2, len(samplings)), 3
     logits, uniforms = logits_of(seed, rows, columns, vocab, dtype, ties), uniforms_of(race, rows, columns)
-    found = drawn(logits, samplings, uniforms, race=race, want_p=True, want_highest=True)
+    found = native_draws.draw(logits, samplings, uniforms, race=race, want_p=True, want_highest=True)
     assert found.p is not None
     assert found.highest is not None
     expected = definition(logits, samplings)
@@ -126,7 +126,7 @@ def test_draws_are_their_definition(seed: int, samplings: list[Sampling], vocab:
 def test_large_vocabularies(sampling: Sampling, spread: float) -> None:
     """Also flat ones, of which top_p keeps nearly all, and those of equal scores."""
     logits = spread * torch.randn(2, 1, 60_000, generator=torch.Generator().manual_seed(3))
-    found = drawn(logits, [sampling], uniforms_of(True, 2, 1), race=True, want_p=True)
+    found = native_draws.draw(logits, [sampling], uniforms_of(True, 2, 1), race=True, want_p=True)
     assert found.p is not None
     expected = definition(logits, [sampling] * 2)
     # Where 60,000 weights are summed, rounding moves the last token that top_p keeps.
@@ -139,7 +139,7 @@ def test_large_vocabularies(sampling: Sampling, spread: float) -> None:
 def test_extreme_temperatures_and_scores(temperature: float) -> None:
     logits = torch.tensor([[[3e38, -3e38, 3e38, 0.0]], [[-3e38, -3e38, -torch.inf, -3.1e38]], [[0.0, -0.0, 1e-30, -1e-30]]])
     sampling = Sampling(temperature=temperature)
-    found = drawn(logits, [sampling], uniforms_of(False, 3, 1), want_p=True)
+    found = native_draws.draw(logits, [sampling], uniforms_of(False, 3, 1), want_p=True)
     assert found.p is not None
     assert found.impossible == 0
     exact = ((logits.double() - logits.double().amax(-1, keepdim=True)) / max(temperature, 1.2e-38)).softmax(-1)
@@ -155,8 +155,10 @@ def test_positions_without_a_distribution(sampling: Sampling, poison: float | No
         logits[1, 0] = -torch.inf
     else:
         logits[1, 0, 41] = poison
-    clean = drawn(logits_of(0, 3, 2, 100), [sampling], uniforms_of(True, 3, 2), race=True, want_p=True, want_highest=True)
-    found = drawn(logits, [sampling], uniforms_of(True, 3, 2), race=True, want_p=True, want_highest=True)
+    clean = native_draws.draw(
+        logits_of(0, 3, 2, 100), [sampling], uniforms_of(True, 3, 2), race=True, want_p=True, want_highest=True
+    )
+    found = native_draws.draw(logits, [sampling], uniforms_of(True, 3, 2), race=True, want_p=True, want_highest=True)
     assert (found.impossible, int(found.tokens[1, 0])) == (1, -1)
     others = torch.ones(3, 2, dtype=torch.bool)
     others[1, 0] = False
@@ -175,7 +177,7 @@ def asked(seed: int, samplings: list[Sampling], vocab: int, k: int = 4) -> tuple
     rows, generator = len(samplings), torch.Generator().manual_seed(seed + 1)
     logits = logits_of(seed, rows, k + 1, vocab)
     near = logits[:, :k] + 2.0 * torch.randn(rows, k, vocab, generator=generator)
-    q = drawn(near, samplings, None, want_p=True).p
+    q = native_draws.draw(near, samplings, None, want_p=True).p
     assert q is not None
     lengths = torch.randint(0, k + 1, (rows,), generator=generator)
     lengths[0] = k
@@ -211,9 +213,9 @@ def verdict_excess(seed: int, samplings: list[Sampling], vocab: int, race: bool,
     """How far a verdict is from its definition: at most 1 if it is right."""
     logits, tree = asked(seed, samplings, vocab)
     uniforms = uniforms_of(race, len(samplings), tree.m + 1)
-    p = drawn(logits, samplings, None, want_p=True).p
+    p = native_draws.draw(logits, samplings, None, want_p=True).p
     assert p is not None
-    found = verified(logits, samplings, tree, uniforms, race=race, rejection=rejection)
+    found = native_draws.verify(logits, samplings, tree, uniforms, race=race, rejection=rejection)
     right = expected_verdict(p.double(), samplings, tree, uniforms, race, rejection)
     wrong = [
         2.0 * int((found.accepted != right.accepted).sum()),
@@ -247,9 +249,9 @@ def verdict(
     """Before and after a change of the logits."""
     logits, tree = asked(seed, [SAMPLED] * rows, 300)
     uniforms = uniforms_of(False, rows, tree.m + 1)
-    before = verified(logits, [SAMPLED], tree, uniforms, race=False, rejection=True)
+    before = native_draws.verify(logits, [SAMPLED], tree, uniforms, race=False, rejection=True)
     change(logits, before)
-    return before, verified(logits, [SAMPLED], tree, uniforms, race=False, rejection=True)
+    return before, native_draws.verify(logits, [SAMPLED], tree, uniforms, race=False, rejection=True)
 
 
 def test_nothing_behind_the_first_rejection_is_read() -> None:
@@ -280,9 +282,9 @@ def test_a_draft_outside_the_vocabulary_is_not_looked_up() -> None:
     logits, tree = asked(0, [SAMPLED] * 6, 300)
     tree.tokens[0, 0] = 2**40
     uniforms = uniforms_of(False, 6, tree.m + 1)
-    found = verified(logits, [SAMPLED], tree, uniforms, race=False, rejection=True)
+    found = native_draws.verify(logits, [SAMPLED], tree, uniforms, race=False, rejection=True)
     assert int(found.accepted[0]) == 0
-    assert int(found.token[0]) == int(drawn(logits, [SAMPLED], uniforms).tokens[0, 0])
+    assert int(found.token[0]) == int(native_draws.draw(logits, [SAMPLED], uniforms).tokens[0, 0])
 
 
 # ── bits ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -295,7 +297,9 @@ def test_bits_do_not_depend_on_the_batch(vocab: int, sampling: Sampling) -> None
     logits, uniforms = logits_of(1, 5, 3, vocab), uniforms_of(True, 5, 3)
 
     def of(rows: slice, columns: slice, samplings: list[Sampling]) -> Drawn:
-        return drawn(logits[rows, columns], samplings, uniforms[rows, columns], race=True, want_p=True, want_highest=True)
+        return native_draws.draw(
+            logits[rows, columns], samplings, uniforms[rows, columns], race=True, want_p=True, want_highest=True
+        )
 
     whole = of(slice(None), slice(None), [sampling])
     beside = of(slice(None), slice(None), [SAMPLED, SAMPLED, sampling, GREEDY, GREEDY])
@@ -313,7 +317,7 @@ def test_bits_do_not_depend_on_the_batch(vocab: int, sampling: Sampling) -> None
     tree = DraftTree(
         whole.tokens[:, :2], torch.full((5,), 2), None, whole.tokens[:, :2].tolist(), DraftTree.of([[0, 0]] * 5).parents
     )
-    found = verified(logits, [sampling], tree, uniforms, race=True, rejection=False)
+    found = native_draws.verify(logits, [sampling], tree, uniforms, race=True, rejection=False)
     assert torch.equal(found.accepted, torch.full((5,), 2))
     assert torch.equal(found.token, whole.tokens[:, 2])
     assert torch.equal(found.probs, whole.probs)
@@ -336,7 +340,7 @@ def worst() -> float:
     found += [verdict_excess(seed, list(SETTINGS), 257, *rule) for rule in RULES for seed in range(10)]
     logits = logits_of(0, 1, 1, 100)
     logits[0, 0, 41] = torch.nan
-    found.append(2.0 * (1 - drawn(logits, [SAMPLED]).impossible))
+    found.append(2.0 * (1 - native_draws.draw(logits, [SAMPLED]).impossible))
     return max(found)
 
 

@@ -13,7 +13,7 @@ from native_kernels import needs_compiler
 from shoal.config import Sampling
 from shoal.sampling.acceptance import reject_and_replace
 from shoal.sampling.distributions import probabilities, pure_probabilities
-from shoal.sampling.native_draws import verified
+from shoal.sampling.native_draws import verify
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions
 
@@ -89,7 +89,7 @@ def test_replacements_come_from_the_tail_by_the_kernels() -> None:
     tree = DraftTree(tokens, torch.ones(rows, dtype=torch.long), [q[:, 0]], drafts, DraftTree.of(drafts).parents)
     uniforms = torch.rand(rows, 2, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     uniforms[:, 0, 1] = 1 - 1e-7  # rejected wherever q is above p
-    found = verified(torch.cat([p, p], 1), [sampling] * rows, tree, uniforms, race=False, rejection=True)
+    found = verify(torch.cat([p, p], 1), [sampling] * rows, tree, uniforms, race=False, rejection=True)
     rejected = found.accepted == 0
     assert int(rejected.sum()) >= rows // 4
     assert in_the_residual(found.token[rejected], p[rejected, 0].softmax(-1), q[rejected, 0])

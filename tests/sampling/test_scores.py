@@ -75,13 +75,13 @@ class Counting:
     """How many verdicts the kernel gives."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.calls, verified = 0, native_draws.verified
+        self.calls, verified = 0, native_draws.verify
 
         def counted(*arguments: Any, **options: Any) -> native_draws.Verified:
             self.calls += 1
             return verified(*arguments, **options)
 
-        patch.setattr(native_draws, "verified", counted)
+        patch.setattr(native_draws, "verify", counted)
 
 
 def by_tensors(patch: pytest.MonkeyPatch) -> None:

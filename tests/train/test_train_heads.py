@@ -146,7 +146,7 @@ def test_what_prompt_tokens_are_compared_with(saved_pair: tuple[Path, Path], tmp
     trainer = PpdTrainer(tmp_path / "a", str(saved_pair[0]), PROMPTS, PPD)
     trainer.prepare()
     tokens = torch.from_numpy(trainer.samples.tokens(held_out=False)[:64].astype("int64")).view(2, 32)
-    said = trainer.said(tokens)
+    said = trainer.logit_pairs(tokens)
     embedding, vectors = trainer.target.get_input_embeddings(), trainer.model.weight
     with torch.no_grad():
         right = trainer.target(input_ids=tokens, use_cache=False).logits

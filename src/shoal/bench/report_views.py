@@ -212,6 +212,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vPX"
 GREY = "#777777"
 DPI = 150
+GAP = 0.06
+"""The least distance of two names at the ends of lines, in heights of a plot."""
 
 
 def require_matplotlib() -> Any:
@@ -366,7 +368,7 @@ def _finish(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], gap: float = 0.06) -> None:
+def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     """Names the lines at their right ends, in place of a legend.
 
     Names that would overlap are moved apart.
@@ -375,7 +377,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], gap: float = 
     lowest = 0.0
     for value, label, colour in sorted(ends):
         height = max((value - low) / (high - low), lowest)
-        lowest = height + gap
+        lowest = height + GAP
         axes.text(
             1.02, height, label, color=colour, transform=axes.transAxes, va="center", fontsize=9
         )

@@ -257,13 +257,13 @@ class BlockDrafter(Eagle3Drafter):
         )
         block = torch.full((len(rows), self.size), self._heads.form.mask, device=self.runner.device)
         block[:, 0] = torch.tensor([row.tokens[-1] for row in rows], device=self.runner.device)
-        said = self.runner.feed(slots, block, [self.size] * len(rows))[:, 1:]
+        logits = self.runner.feed(slots, block, [self.size] * len(rows))[:, 1:]
         for slot, row in zip(slots, rows, strict=True):
             cache.rollback(slot, len(row.tokens) - 1)
         if len(rows) == len(inputs.rows):
-            return said
-        whole = said.new_zeros(len(inputs.rows), *said.shape[1:])
-        whole[asked] = said
+            return logits
+        whole = logits.new_zeros(len(inputs.rows), *logits.shape[1:])
+        whole[asked] = logits
         return whole
 
     def _states(self, plan: Plan) -> Tensor:
@@ -311,12 +311,12 @@ class _BlockSteps(OrdinarySteps):
 
     def __init__(self, drafter: BlockDrafter, inputs: DraftInputs, faults: Faults) -> None:
         super().__init__(drafter, inputs, faults)
-        self._said: Tensor | None = None
+        self._logits: Tensor | None = None
 
     def logits(self, lengths: Sequence[int]) -> Tensor:
         if self.last is not None:
             self.note_history(self.last, lengths)
-        if self._said is None:
+        if self._logits is None:
             assert isinstance(self._drafter, BlockDrafter)
-            self._said = self._drafter.blocks(self._inputs)
-        return self._said[:, self.steps]
+            self._logits = self._drafter.blocks(self._inputs)
+        return self._logits[:, self.steps]

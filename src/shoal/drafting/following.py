@@ -79,13 +79,13 @@ class Follower:
         self._order = torch.Generator().manual_seed(0)
 
     def align(
-        self, rollouts: Rollouts, *, said: Tensor | None, steps: int, rows: int, rate: float
+        self, rollouts: Rollouts, *, given_logits: Tensor | None, steps: int, rows: int, rate: float
     ) -> Realignment:
         """Makes optimiser's steps on rollouts, and writes the drafter's weights.
 
         Args:
             rollouts: the samples of the target as it is.
-            said: see `Shoal.realign`.
+            given_logits: see `Shoal.realign`.
             steps: the number of steps.
             rows: the number of samples in a step.
             rate: the learning rate.
@@ -101,7 +101,7 @@ class Follower:
                     places = torch.randperm(len(written), generator=self._order).tolist()
                     order += [written[place] for place in places]
                 chosen, order = order[:rows], order[rows:]
-                accepted, count = self._step(rollouts, chosen, said)
+                accepted, count = self._step(rollouts, chosen, given_logits)
                 found.append(accepted)
                 tokens += count
         with torch.no_grad():
@@ -110,11 +110,11 @@ class Follower:
         return Realignment(tuple(found), tokens)
 
     def _step(
-        self, rollouts: Rollouts, chosen: Sequence[int], said: Tensor | None
+        self, rollouts: Rollouts, chosen: Sequence[int], given_logits: Tensor | None
     ) -> tuple[float, int]:
         """Makes one step on some rows; returns the chance of drafts before it, and the tokens."""
         ids, mask = unpadded(rollouts, chosen)
-        right, states = self._teach(ids[:, :-1], mask[:, 1:], rollouts, chosen, said)
+        right, states = self._teach(ids[:, :-1], mask[:, 1:], rollouts, chosen, given_logits)
         losses, kept = list[Tensor](), list[Tensor]()
         passes = self._learner.compared(self._weights, ids[:, :-1], right, states)
         for q_logits, p_logits, places in passes:
@@ -137,7 +137,7 @@ class Follower:
         mask: Tensor,
         rollouts: Rollouts,
         chosen: Sequence[int],
-        said: Tensor | None,
+        given_logits: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the target's logits for texts, and the hidden states that the learner reads.
 
@@ -146,13 +146,14 @@ class Follower:
             mask: the positions that say a token of a sample, [rows, length].
             rollouts: see `align`.
             chosen: the numbers of the rows.
-            said: see `align`; logits at other positions than those of samples are then zeros.
+            given_logits: see `align`; at other positions than those of samples the logits are then
+                zeros.
         """
-        if said is None:
+        if given_logits is None:
             with torch.no_grad():
                 logits, states = self._target.bridge.plain_states(ids, self._learner.reads)
             return logits.clone().float(), states if states is None else states.clone()
-        own = said[list(chosen)][rollouts.completion_mask[list(chosen)]].detach().float()
+        own = given_logits[list(chosen)][rollouts.completion_mask[list(chosen)]].detach().float()
         logits = own.new_zeros(*ids.shape, own.shape[-1])
         logits[mask] = own
         return logits, None
@@ -243,19 +244,19 @@ def require_trainable(target: Runner, learner: Learner, name: str) -> None:
 
 
 def require_rollouts(
-    rollouts: Rollouts, said: Tensor | None, target: Runner, learner: Learner
+    rollouts: Rollouts, given_logits: Tensor | None, target: Runner, learner: Learner
 ) -> None:
     """Raises RequestError if there are no tokens to learn from, or logits that do not serve."""
     if not bool(rollouts.completion_mask.any()):
         raise RequestError("realign needs rollouts with at least one token")
-    if said is not None and learner.reads:
+    if given_logits is not None and learner.reads:
         raise RequestError(
             "heads read the target's hidden states, so that the target computes its logits as "
             "well: leave out logits"
         )
     wanted = [*rollouts.completion_ids.shape, target.vocab_size]
-    if said is not None and list(said.shape) != wanted:
+    if given_logits is not None and list(given_logits.shape) != wanted:
         raise RequestError(
             f"logits must have the shape {wanted}, [rows, longest sample, vocabulary], got "
-            f"{list(said.shape)}"
+            f"{list(given_logits.shape)}"
         )

@@ -111,8 +111,8 @@ class MedusaHeads(nn.ModuleList):
 
 def _passes(heads: MedusaHeads, tokens: Tensor, states: Tensor) -> Passes:
     """Yields the logits of each head at all places behind which there are as many tokens."""
-    for i, said in enumerate(heads(states[:, : -len(heads)])):
-        yield said, i + 1
+    for i, logits in enumerate(heads(states[:, : -len(heads)])):
+        yield logits, i + 1
 
 
 def load_medusa(directory: Path, target: Runner) -> MedusaHeads:

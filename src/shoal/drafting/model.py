@@ -33,7 +33,7 @@ from shoal.models.runner import Runner
 from shoal.models.vocabulary import SharedIds, SharedTokens
 from shoal.sampling.controls import change
 from shoal.sampling.distributions import RACES, draws
-from shoal.sampling.native_draws import known
+from shoal.sampling.native_draws import knows
 from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults, PrefillChunk
@@ -278,7 +278,7 @@ class ModelDrafter(Drafter):
         if (
             race is None
             or inputs.uniforms.device.type != "cpu"
-            or not known(samplings)
+            or not knows(samplings)
             or change(inputs.rows)
         ):
             return None

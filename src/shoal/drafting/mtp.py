@@ -190,10 +190,10 @@ class CascadeModel(Eagle3Model):
 
         if not step:
             states, before = self._states(plan), drafter.before(plan)
-            said, found = torch.empty(0), []
+            drawing_states, found = torch.empty(0), []
             for number in range(depth):
                 packed, own = compute(number, states)
-                said = packed if number == 0 else said
+                drawing_states = packed if number == 0 else drawing_states
                 states = torch.cat([before[number][:, None], own[:, :-1]], dim=1)
                 found.append(own)
             results = torch.stack(found)
@@ -202,14 +202,14 @@ class CascadeModel(Eagle3Model):
             drafter.note(plan, results)
         else:
             results, drawing = self._results.clone(), min(step, depth - 1)
-            said = torch.empty(0)
+            drawing_states = torch.empty(0)
             for number in range(drawing, depth):
                 above = number if step > number else number - 1
                 packed, own = compute(number, self._results[above][:, None])
-                said = packed if number == drawing else said
+                drawing_states = packed if number == drawing else drawing_states
                 results[number] = own[:, -1]
             self._results = results
-        return SimpleNamespace(logits=self.heads.said(said[:, -logits_to_keep:]))
+        return SimpleNamespace(logits=self.heads.logits(drawing_states[:, -logits_to_keep:]))
 
 
 def has_layer(target: Runner) -> bool:

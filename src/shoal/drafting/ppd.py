@@ -254,10 +254,10 @@ class PpdDrafter(Drafter):
         index = torch.tensor(
             [columns + [0] * (most - len(columns)) for columns in behind], device=device
         )
-        said = most_probable(
+        choices = most_probable(
             scores.columns[torch.arange(len(rows), device=device)[:, None], index], CHOICES
         )
-        for row, found, columns in zip(rows, said, behind, strict=True):
+        for row, found, columns in zip(rows, choices, behind, strict=True):
             if columns:
                 self._known[row] = list(found[: len(columns)])
 

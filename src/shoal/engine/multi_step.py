@@ -25,7 +25,7 @@ from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.sampling.acceptance.one_sample import decides_chains
 from shoal.sampling.controls import change
 from shoal.sampling.distributions import RACES
-from shoal.sampling.native_draws import known
+from shoal.sampling.native_draws import knows
 from shoal.sampling.uniforms import UniformsAhead
 from shoal.types.requests import Row
 from shoal.types.trees import Verdict
@@ -155,7 +155,7 @@ class MultiStep:
             raw: receives the natural logs of the tokens' probabilities, [rounds, rows].
         """
         samplings = [row.request.sampling for row in rows]
-        if not known(samplings):
+        if not knows(samplings):
             return None
         target, rounds, numbered = self._target, len(raw), self._lookahead.adaptive
         drawing = Drawing(

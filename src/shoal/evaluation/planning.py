@@ -237,7 +237,7 @@ class ProblemRun:
             costs = [written[i].new_tokens if i in written else 0 for i in range(len(leaves))]
             rewards = self.judge([each.whole for each in found], costs)
         for leaf, roll_out, reward in zip(leaves, found, rewards, strict=True):
-            leaf.known = replace(roll_out, reward=reward), 0
+            leaf.roll_out = replace(roll_out, reward=reward), 0
 
     def _has_ended(self, path: Sequence[int]) -> bool:
         return (
@@ -301,14 +301,14 @@ def plan(run: ProblemRun) -> None:
     while tree.root.leaves and not run.solved and run.tokens < config.tokens:
         leaves: list[TokenNode] = []
         while len(leaves) < config.n and (leaf := tree.select()) is not None:
-            if leaf.known is None:
+            if leaf.roll_out is None:
                 leaves.append(leaf)
             else:
-                tree.learn(leaf, leaf.known[0].reward)
+                tree.learn(leaf, leaf.roll_out[0].reward)
         run.roll_out(leaves)
         for leaf in leaves:
-            assert leaf.known is not None
-            tree.learn(leaf, leaf.known[0].reward)
+            assert leaf.roll_out is not None
+            tree.learn(leaf, leaf.roll_out[0].reward)
 
 
 def _look_ahead(run: ProblemRun, tree: TokenTree, horizon: int) -> None:
@@ -319,20 +319,20 @@ def _look_ahead(run: ProblemRun, tree: TokenTree, horizon: int) -> None:
             tree.take(leaf)
         run.roll_out([leaf for leaf in leaves if not _is_known(leaf, horizon, len(leaves) > 1)])
         for leaf in leaves:
-            assert leaf.known is not None
-            roll_out, place = leaf.known
+            assert leaf.roll_out is not None
+            roll_out, place = leaf.roll_out
             logprobs = [leaf.logprob, *roll_out.logprobs[place : place + horizon]]
             tree.learn(leaf, sum(logprobs) / len(logprobs))
         tree.root = max(leaves, key=lambda leaf: leaf.value or 0.0)
-    assert tree.root.known is not None
-    run.judge([tree.root.known[0].whole], [0])
+    assert tree.root.roll_out is not None
+    run.judge([tree.root.roll_out[0].whole], [0])
 
 
 def _is_known(leaf: TokenNode, horizon: int, compared: bool) -> bool:
     """Tells whether a roll-out reaches far enough behind a leaf."""
-    if leaf.known is None:
+    if leaf.roll_out is None:
         return False
-    roll_out, place = leaf.known
+    roll_out, place = leaf.roll_out
     return roll_out.ended or len(roll_out.tokens) - place >= (horizon if compared else 1)
 
 

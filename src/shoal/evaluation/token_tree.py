@@ -71,7 +71,7 @@ class TokenNode:
         value: the best reward so far of this node and those below it; None before the first.
         leaves: the number of leaves below that may be selected, this node included.
         children: the nodes below; None before the node is expanded.
-        known: a roll-out that passes through this node, and the number of its tokens before it.
+        roll_out: a roll-out that passes through this node, and the number of its tokens before it.
     """
 
     parent: TokenNode | None = None
@@ -81,7 +81,7 @@ class TokenNode:
     value: float | None = None
     leaves: int = 1
     children: list[TokenNode] | None = None
-    known: tuple[RollOut, int] | None = field(default=None, repr=False)
+    roll_out: tuple[RollOut, int] | None = field(default=None, repr=False)
 
     @property
     def above(self) -> list[TokenNode]:
@@ -103,28 +103,24 @@ class TokenTree:
     Args:
         width: the most children of a node.
         entropy: the entropy, in nats, below which a node has its most probable child only.
-        base: the base of P-UCB.
-        constant: the constant of P-UCB.
 
     Attributes:
         root: the node from which leaves are selected; it moves down where a search commits tokens.
     """
 
-    def __init__(
-        self, width: int, entropy: float = 0.0, *, base: float = BASE, constant: float = CONSTANT
-    ) -> None:
-        self.width, self.entropy, self.base, self.constant = width, entropy, base, constant
+    def __init__(self, width: int, entropy: float = 0.0) -> None:
+        self.width, self.entropy = width, entropy
         self.root = TokenNode()
 
     def score(self, node: TokenNode) -> float:
         """Computes P-UCB: Q + beta(s) p sqrt(log N(s)) / (1 + N(s, a)).
 
-        beta(s) is log((N(s) + base + 1) / base) + constant; N(s) counts the node above, once more
+        beta(s) is log((N(s) + BASE + 1) / BASE) + CONSTANT; N(s) counts the node above, once more
         than it was visited, N(s, a) the node itself; Q is its value, 0 before it has one.
         """
         assert node.parent is not None
         visits = node.parent.visits + 1
-        beta = math.log((visits + self.base + 1) / self.base) + self.constant
+        beta = math.log((visits + BASE + 1) / BASE) + CONSTANT
         bonus = beta * math.exp(node.logprob) * math.sqrt(math.log(visits)) / (1 + node.visits)
         return (0.0 if node.value is None else node.value) + bonus
 
@@ -150,9 +146,9 @@ class TokenTree:
             node.leaves -= 1
 
     def learn(self, leaf: TokenNode, reward: float) -> None:
-        """Ends the evaluation of a leaf: expands it by its `known` roll-out, tells those above."""
-        assert leaf.known is not None
-        leaf.children = self._children(leaf, *leaf.known)
+        """Ends the evaluation of a leaf: expands it by its roll-out, tells those above."""
+        assert leaf.roll_out is not None
+        leaf.children = self._children(leaf, *leaf.roll_out)
         for node in leaf.above:
             node.value = reward if node.value is None else max(node.value, reward)
             node.leaves += len(leaf.children)
@@ -165,7 +161,7 @@ class TokenTree:
         children = [TokenNode(leaf, *each) for each in candidates[: self.width if flat else 1]]
         for child in children:
             if child.token == roll_out.tokens[place]:
-                child.known = roll_out, place + 1
+                child.roll_out = roll_out, place + 1
         return children
 
 

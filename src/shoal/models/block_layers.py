@@ -111,7 +111,7 @@ class BlockHeads(nn.Module):
         """The head, the target's or its own."""
         return self._of_target[1]
 
-    def said(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of states [..., width]."""
         form = self.form
         logits = self.head(states) * form.multiplier
@@ -189,7 +189,7 @@ class BlockModel(Eagle3Model):
             found: Tensor = function(self, query, keys, values, None, **options)[0]
             return found
 
-        return SimpleNamespace(logits=heads.said(heads(tokens, position_ids, attend)))
+        return SimpleNamespace(logits=heads.logits(heads(tokens, position_ids, attend)))
 
 
 def block_config(values: dict[str, Any]) -> Qwen3Config:

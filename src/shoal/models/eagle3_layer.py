@@ -131,7 +131,7 @@ class Eagle3Heads(nn.Module):
         found: Tensor = self.lm_head(self.norm(states))
         return found
 
-    def said(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of the layer's states [..., width].
 
         The logits are -inf for ids that the heads never draft.
@@ -240,7 +240,7 @@ class Eagle3Model(nn.Module):
         own = plan.pack(self._states(plan))
         states = self.heads.compute(tokens, own, position_ids, past_key_values)
         self.computed = plan.unpack(states)
-        return SimpleNamespace(logits=self.heads.said(states[:, -logits_to_keep:]))
+        return SimpleNamespace(logits=self.heads.logits(states[:, -logits_to_keep:]))
 
 
 def over_target(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:

@@ -191,11 +191,11 @@ class MtpHeads(nn.Module):
         return found
 
     def drafted(self, states: Tensor) -> Tensor:
-        """Computes the logits of `said`: the layer drafts all ids of the target."""
+        """Computes the logits of `logits`: the layer drafts all ids of the target."""
         # Layers that learn have more bits than the target, whose head this is.
-        return self.said(states.to(self.layer.embed_tokens.weight.dtype))
+        return self.logits(states.to(self.layer.embed_tokens.weight.dtype))
 
-    def said(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of the layer's states [..., width]."""
         found: Tensor = self.layer._project_to_logits(states)
         return found

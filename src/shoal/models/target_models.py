@@ -296,9 +296,9 @@ class AssistantModel(nn.Module):
             use_cache=False,
         ).last_hidden_state
         self.states = self.assistant.post_projection(computed)
-        return SimpleNamespace(logits=self._said(computed))
+        return SimpleNamespace(logits=self._logits(computed))
 
-    def _said(self, computed: Tensor) -> Tensor:
+    def _logits(self, computed: Tensor) -> Tensor:
         """Computes logits; those of tokens in no chosen cluster are one less than the row's least.
 
         Transformers takes the least of all rows, by which a row's q would depend on its neighbours.

@@ -128,7 +128,7 @@ def _by_kernels(
 ) -> Draws:
     """Computes `draws` from the scores after all other controls, by the kernels in C."""
     race = wanted.sampler is not None and RACES[wanted.sampler]
-    drawn = native_draws.drawn(
+    drawn = native_draws.draw(
         scores, samplings, uniforms, race=race, want_p=wanted.p, want_highest=wanted.highest
     )
     if drawn.impossible:

@@ -66,19 +66,19 @@ def takes(scores: Tensor, samplings: Sequence[Sampling]) -> bool:
     return (
         scores.device.type == "cpu"
         and scores.dtype in SUFFIXES
-        and known(samplings)
+        and knows(samplings)
         and not missing()
     )
 
 
-def known(samplings: Sequence[Sampling]) -> bool:
+def knows(samplings: Sequence[Sampling]) -> bool:
     """Returns True if the kernels know all of these settings."""
     return all(
         sampling.typical_p >= 1 for sampling in {id(each): each for each in samplings}.values()
     )
 
 
-def drawn(
+def draw(
     scores: Tensor,
     samplings: Sequence[Sampling],
     uniforms: Tensor | None = None,
@@ -114,7 +114,7 @@ def drawn(
     return Drawn(tokens, probs, highest, p, impossible)
 
 
-def verified(
+def verify(
     scores: Tensor,
     samplings: Sequence[Sampling],
     tree: DraftTree,
@@ -126,7 +126,7 @@ def verified(
     """Decides on chains by rejection sampling, or by the tokens that the target draws itself.
 
     Args:
-        scores: see `drawn`, [rows, m + 1, vocab].
+        scores: see `draw`, [rows, m + 1, vocab].
         uniforms: [rows, m + 1, ...].
         race: True draws by an exponential race.
         rejection: True for rejection sampling with the tree's q, except for greedy rows.
@@ -166,8 +166,8 @@ def block_of(
 
     Args:
         settings: see `settings_of`.
-        uniforms: see `drawn`.
-        race: see `drawn`.
+        uniforms: see `draw`.
+        race: see `draw`.
     """
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     uniforms = uniforms if uniforms is None or uniforms.stride(-1) == 1 else uniforms.contiguous()

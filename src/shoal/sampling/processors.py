@@ -234,7 +234,6 @@ class GrammarRepetitionPenalty:
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Computes the scores [1, vocab] after ids, int64 [1, length]."""
-        changed = scores.clone()
         found, changed = self.repetitions(ids[0, -WINDOW:].tolist()), scores.clone()
         for token in {each.token for each in found if each.token < scores.shape[-1]}:
             changed[0, token] -= self._penalty * max(

@@ -103,7 +103,7 @@ class ClassOdds:
 
 def guided(
     logits: Tensor,
-    said: Tensor,
+    guide: Tensor,
     samplings: Sequence[Sampling],
     expert: Tensor | None = None,
     odds: ClassOdds | None = None,
@@ -112,7 +112,7 @@ def guided(
 
     Args:
         logits: the target's logits, [rows, q, vocab].
-        said: the guide's logits for the rows with guidance alone, [guided rows, q, its vocab]. Ids
+        guide: the guide's logits for the rows with guidance alone, [guided rows, q, its vocab]. Ids
             that it lacks count as excluded; its further ids are left out.
         samplings: the settings of the rows, of which one has guidance.
         expert: the expert's logits, like the guide's; None = the target is the expert.
@@ -125,7 +125,7 @@ def guided(
     dtype, own = width(logits), [b for b, one in enumerate(samplings) if one.guidance]
     index = torch.tensor(own, device=logits.device)
     p = logits[index].log_softmax(-1, dtype=dtype)
-    g = _of_vocabulary(said, logits.shape[-1]).log_softmax(-1, dtype=dtype)
+    g = _of_vocabulary(guide, logits.shape[-1]).log_softmax(-1, dtype=dtype)
     strength, cut = (
         torch.tensor(values, dtype=dtype, device=logits.device)[:, None, None]
         for values in (
@@ -148,12 +148,12 @@ def guided(
     return found
 
 
-def _of_vocabulary(said: Tensor, size: int) -> Tensor:
+def _of_vocabulary(logits: Tensor, size: int) -> Tensor:
     """Returns logits for ids 0 to `size` - 1; those of missing ids are -inf."""
-    missing = size - said.shape[-1]
+    missing = size - logits.shape[-1]
     if missing > 0:
-        return torch.nn.functional.pad(said, (0, missing), value=-torch.inf)
-    return said[..., :size]
+        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+    return logits[..., :size]
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def by_kernel(
     faults: Faults = {}
     controlled = controls.all_controlled(scores.logits, scores.positions, faults)
     race = distributions.RACES[sampler]
-    found = native_draws.verified(
+    found = native_draws.verify(
         controlled, samplings, tree, uniforms, race=race, rejection=rejection
     )
     if found.impossible:

@@ -1,9 +1,9 @@
 """Grammars of forced calls in the forms of `written_calls`: arguments in the model's own
 form, bound by the tool's schema.
 
-A call that `written_calls` reads back is valid by the schema: a text that it would read as a value
-of another type is left out where it would be none. Arguments that a tool does not list are not
-written. A schema whose words cannot be told in such a form is refused here by None.
+A call that `written_calls` reads back is valid by the schema: a string that it would read as a
+value of another type is left out where the schema does not allow that value. Arguments that a tool
+does not list are not written. `own_calls` returns None for a schema that a form cannot express.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shoal.errors import RequestError
 from shoal.serve.call_texts import (
     Rules,
     Unwritable,
-    ended,
     escaped,
     require_free,
     string,
     string_bounds,
+    text_before,
 )
 from shoal.serve.call_values import INTEGER, NAME, NUMBER, STYLES, Values, ValueStyle, alternatives
 from shoal.serve.tool_calls import CallFormat
@@ -39,7 +39,7 @@ READ_AS = {
     "array": r"\[(?s:.*)",
     "object": r"\{(?s:.*)",
 }
-"""The texts, as expressions, that are read as a value of a type where the schema has that type."""
+"""The strings, as expressions, that the reader takes for a value of a type in the schema."""
 BARE = {"integer": INTEGER, "number": NUMBER, "boolean": "(?:true|false)", "null": "null"}
 """The expressions of the values of types without further words."""
 
@@ -50,14 +50,14 @@ class CallShape(NamedTuple):
     Attributes:
         call: before the arguments of a call.
         argument: before a value.
-        value: behind a value; a text that is a string holds it nowhere.
+        value: behind a value; no string contains it.
         end: behind the arguments.
         between: between two calls.
         last: behind the last call.
         first: before the first call, behind the opening of a call.
         comma: between two arguments.
-        banned: further texts that no string holds, as the reader would take them for a mark.
-        trimmed: True if the reader takes a line break at an end of a text for none of its own.
+        banned: further texts that no string contains, as the reader would take them for a mark.
+        trimmed: True if the reader drops a line break at either end of a string.
     """
 
     call: str
@@ -152,7 +152,7 @@ def own_calls(
         special: the numbers of special tokens by name.
 
     Returns:
-        None if the form cannot hold the values of a schema.
+        None if the form cannot express a schema.
     """
     try:
         if not all(NAME.fullmatch(name) for name in tools):
@@ -232,7 +232,7 @@ class _Calls:
         """Returns the value of an argument without quotes, with the text behind it."""
         found, kinds, behind = list[str](), types_of(schema, root), self._shape.value
         choices = [*alternatives(schema, root)]
-        # A text and another value are told apart at their ends.
+        # Only its end tells a string from another value.
         beside_texts = any(one.get("type") == "string" for one in choices)
         for one in choices:
             kind = str(one.get("type"))
@@ -242,7 +242,7 @@ class _Calls:
                 others = sorted(kinds - {"string"}) if one else ()
                 found.append(self._text(one, [READ_AS[kind] for kind in others]))
             elif kind in BARE and not {*one} - {"type"}:
-                found.append(ended(self._rules, BARE[kind], behind))
+                found.append(text_before(self._rules, BARE[kind], behind))
             elif kind in BARE and beside_texts:
                 raise Unwritable
             else:
@@ -264,7 +264,7 @@ class _Calls:
         require_free(written, self._shape.banned)
         if self._shape.trimmed and written.strip("\n") != written:
             raise Unwritable
-        return ended(self._rules, escaped(written), self._shape.value)
+        return text_before(self._rules, escaped(written), self._shape.value)
 
 
 def _is_dotted(name: str, point: str = ".") -> bool:

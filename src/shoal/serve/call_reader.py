@@ -25,9 +25,6 @@ from shoal.serve.written_calls import (
 NAME_ENDS = {"args": "[ARGS]", "function": ">"}
 """The texts between a name and JSON, by the forms that have both."""
 
-MARKED = ("args", "function")
-"""The forms with JSON behind a name and a mark."""
-
 
 class Nesting:
     """The brackets outside of quotes of a text that grows.

@@ -1,5 +1,7 @@
-"""Texts of arguments in Lark's syntax, with the texts behind them: the words of a schema about
-texts, without the marks of a form.
+"""The strings of a call's arguments in Lark's syntax, each with the text that follows it.
+
+A schema's keywords about strings become regular expressions. The marks that end an argument or a
+call in the model's form are no part of a string.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ BLANK = r"[\s\x1c-\x1f]*"
 
 
 class Unwritable(Exception):
-    """A schema that a form cannot hold."""
+    """An error: a form cannot express a schema."""
 
 
 class Rules:
@@ -51,7 +53,7 @@ def require_free(text: str, banned: tuple[str, ...]) -> None:
 
 
 def string_bounds(one: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the words of a schema about its texts, without `format`. Raises Unwritable."""
+    """Returns a schema's keywords about strings, `format` as a pattern. Raises Unwritable."""
     if {*one} - {"type", *STRING_WORDS}:
         raise Unwritable
     bounds = {k: v for k, v in one.items() if k != "type"}
@@ -65,7 +67,7 @@ def string_bounds(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lengths(bounds: Mapping[str, Any]) -> tuple[int, int | str]:
-    """Returns the bounds of a text's length, the greatest as a text that may be empty."""
+    """Returns the least and the greatest length of a string; "" = there is no greatest."""
     least, most = bounds.get("minLength", 0), bounds.get("maxLength", "")
     if not isinstance(least, int) or not (most == "" or isinstance(most, int)):
         raise Unwritable
@@ -74,20 +76,20 @@ def lengths(bounds: Mapping[str, Any]) -> tuple[int, int | str]:
     return least, most
 
 
-def ended(
+def text_before(
     rules: Rules, body: str, behind: str, excluded: Sequence[str] = (), *, empty: bool = False
 ) -> str:
-    """Returns texts, in Lark's syntax, with the text behind them.
+    """Returns, in Lark's syntax, strings and the text that follows them.
 
-    They are one terminal, as far as there is no special token: the longest one is read, and a text
-    may go on with the end of another one.
+    Both are one terminal, up to the first special token in that text: the longest match of a
+    terminal is read, and a string may contain the beginning of the text that follows.
 
     Args:
         rules: the rules of the grammar.
-        body: an expression of the texts.
-        behind: the text behind them.
-        excluded: expressions of texts that are left out.
-        empty: True if the empty text is among them.
+        body: an expression of the strings.
+        behind: the text that follows.
+        excluded: expressions of strings that are left out.
+        empty: True if the empty string is one of them.
     """
     at = min((behind.find(name) for name in rules.special if name in behind), default=len(behind))
     head, rest = escaped(behind[:at]), rules.text(behind[at:])
@@ -110,37 +112,38 @@ def string(
     read_as: Sequence[str] = (),
     trimmed: bool = False,
 ) -> str:
-    """Returns texts without quotes, in Lark's syntax, with the text behind them.
+    """Returns, in Lark's syntax, strings without quotes and the text that follows them.
 
-    A text that is counted has no `<`, with which all marks begin.
+    A string with a greatest length, or with a least one above `LONGEST_COUNT`, contains no `<`, the
+    first character of all marks.
 
     Args:
         rules: the rules of the grammar.
         bounds: see `string_bounds`.
-        banned: the texts that no text holds.
-        behind: the text behind the texts.
-        read_as: expressions of texts that would be read as other values.
-        trimmed: True if a text neither begins nor ends with a line break.
+        banned: the marks, which no string contains.
+        behind: the text that follows.
+        read_as: expressions of strings that the reader would take for values of other types.
+        trimmed: True if a string neither begins nor ends with a line break.
     """
     pattern, (least, most) = bounds.get("pattern"), lengths(bounds)
     counted = bool(banned) and (most != "" or least > LONGEST_COUNT)
     excluded = [rf"{BLANK}(?:{'|'.join(read_as)}){BLANK}"] if read_as else []
     if banned and not counted:
-        excluded.append(holding(banned))
+        excluded.append(texts_with(banned))
     if pattern is None:
         body = _texts(least, most, "[^<]" if counted else "(?s:.)", trimmed)
-        return ended(rules, body, behind, excluded, empty=not least)
+        return text_before(rules, body, behind, excluded, empty=not least)
     if trimmed:
         excluded += [r"\n(?s:.*)", r"(?s:.*)\n"]
     try:
         empty = re.search(pattern, "") is not None
     except (re.error, TypeError) as error:
         raise Unwritable from error
-    return ended(rules, f"(?:{whole(pattern)})", behind, excluded, empty=empty)
+    return text_before(rules, f"(?:{whole_texts(pattern)})", behind, excluded, empty=empty)
 
 
 def _texts(least: int, most: int | str, unit: str, trimmed: bool) -> str:
-    """Returns an expression of so many characters."""
+    """Returns an expression of `least` to `most` characters, each a `unit`."""
     if not trimmed or most == 0:
         return f"{unit}{{{least},{most}}}" if most != 0 else ""
     edge = r"[^<\n]" if "<" in unit else r"[^\n]"
@@ -150,12 +153,12 @@ def _texts(least: int, most: int | str, unit: str, trimmed: bool) -> str:
     return f"(?:{'|'.join(found)}){'' if least else '?'}"
 
 
-def holding(banned: tuple[str, ...]) -> str:
-    """Returns an expression of the texts that hold one of several texts."""
+def texts_with(banned: tuple[str, ...]) -> str:
+    """Returns an expression of the texts that contain one of several texts."""
     return f"(?s:.*)(?:{'|'.join(map(escaped, banned))})(?s:.*)"
 
 
-def whole(pattern: Any) -> str:
+def whole_texts(pattern: Any) -> str:
     """Returns the expression of whole texts in which a pattern is found, for Lark's syntax.
 
     Raises:

@@ -1,7 +1,7 @@
 """The values of arguments in Lark's syntax, as the forms of `written_calls` write them, by schemas.
 
 A value inside of a list or an object is written in JSON, in Python or in Gemma's form, without the
-marks that end an argument or a call. A schema that cannot be told so is refused.
+marks that end an argument or a call. `Unwritable` refuses a schema that a form cannot express.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shoal.serve.call_texts import (
     Rules,
     Unwritable,
     escaped,
-    holding,
     lengths,
     require_free,
     string,
     string_bounds,
-    whole,
+    texts_with,
+    whole_texts,
 )
 from shoal.serve.written_calls import GEMMA_QUOTE
 
@@ -141,7 +141,7 @@ class Values:
             heads: makes the text of a member, given its name and its schema.
 
         Raises:
-            Unwritable: the schema asks for a limit that a grammar cannot tell.
+            Unwritable: the schema has a keyword that a grammar cannot express.
         """
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if {*schema} - {*OBJECT_WORDS, *OWN_REMARKS} or not isinstance(properties, dict):
@@ -175,7 +175,7 @@ class Values:
             pattern = bounds["pattern"]
             if not SAFE.fullmatch(pattern) or re.search(r"(?<!\\)\.|\[\^", pattern):
                 raise Unwritable
-            return rules.terminal(f"/{QUOTE}({whole(pattern)}){QUOTE}/")
+            return rules.terminal(f"/{QUOTE}({whole_texts(pattern)}){QUOTE}/")
         found = [self._quoted('"', bounds)]
         if self._style.single:
             found.append(self._quoted("'", bounds))
@@ -187,7 +187,7 @@ class Values:
         escape = ESCAPED if quote == '"' else r"\\[nrbtf\\']"
         unit = rf"(?:[^{mark}\\{'<' if counted else ''}\x00-\x1f]|{escape})"
         body = f"/{mark}{unit}{{{least},{most}}}{mark}/"
-        return body if counted or not self._banned else f"{body} & ~/{holding(self._banned)}/"
+        return body if counted or not self._banned else f"{body} & ~/{texts_with(self._banned)}/"
 
     def _number(self, one: dict[str, Any]) -> str:
         words = {*one} - {"type"}
@@ -250,7 +250,7 @@ def alternatives(schema: Any, root: Any, depth: int = DEPTH) -> Iterator[dict[st
     """Yields the alternatives of a schema: no references, no `anyOf`, one type each.
 
     Raises:
-        Unwritable: it is no schema that can be taken apart so.
+        Unwritable: the schema cannot be split into such alternatives.
     """
     if schema is True:
         schema = {}

@@ -60,7 +60,6 @@ QWEN_SLIDING: dict[str, Any] = {
 MIXED: dict[str, Any] = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
 HEAD: dict[str, Any] = {"head_dim": 8}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-NO_DROPOUT: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 ARCHITECTURES: dict[str, Spec] = {
     "llama": Spec("LlamaConfig"),

@@ -106,7 +106,7 @@ class ScriptedModel(torch.nn.Module):
         assert tokens is not None
         if past_key_values is None:
             positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-            return SimpleNamespace(logits=self._said(tokens, positions))
+            return SimpleNamespace(logits=self._logits(tokens, positions))
         assert use_cache
         assert position_ids is not None
         ids, places = past_key_values.update(_as_states(tokens), _as_states(position_ids), 0)
@@ -132,11 +132,11 @@ class ScriptedModel(torch.nn.Module):
         """Returns the logits after each column's tokens, [rows, q, vocab]; NaN in unused ones."""
         own = _own(plan)
         if plan.parents is not None:
-            return self._said_in_trees(ids, places, plan).masked_fill(~own[..., None], torch.nan)
+            return self._logits_in_trees(ids, places, plan).masked_fill(~own[..., None], torch.nan)
         _check_places(places, positions, own)
-        return self._said(ids, positions).masked_fill(~own[..., None], torch.nan)
+        return self._logits(ids, positions).masked_fill(~own[..., None], torch.nan)
 
-    def _said_in_trees(self, ids: Tensor, places: Tensor, plan: Any) -> Tensor:
+    def _logits_in_trees(self, ids: Tensor, places: Tensor, plan: Any) -> Tensor:
         """Returns the logits [rows, q, vocab] of a draft tree.
 
         They follow the tokens that each column of the tree sees.
@@ -159,13 +159,13 @@ class ScriptedModel(torch.nn.Module):
                     raise AssertionError(
                         f"column {column} of row {row} sees {path.shape[1]} tokens"
                     )
-                found[row, column] = self._said(path, torch.tensor([[path.shape[1] - 1]]))[0, 0]
+                found[row, column] = self._logits(path, torch.tensor([[path.shape[1] - 1]]))[0, 0]
         logits = torch.full((plan.rows, plan.q, *found[0, 0].shape), torch.nan, dtype=self.dtype)
         for place, said in found.items():
             logits[place] = said
         return logits
 
-    def _said(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Returns the logits [rows, q, vocab] after the tokens up to each position.
 
         Args:
@@ -196,9 +196,9 @@ class TableModel(ScriptedModel):
         self.table = table.log().to(dtype)
 
     def _after(self, ids: tuple[int, ...]) -> Tensor:
-        return self._said(torch.tensor([ids]), torch.tensor([[len(ids) - 1]]))[0, 0]
+        return self._logits(torch.tensor([ids]), torch.tensor([[len(ids) - 1]]))[0, 0]
 
-    def _said(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         order = self.table.dim() - 1
         last = []
         for back in range(order - 1, -1, -1):

@@ -202,7 +202,7 @@ class StagedTrainer(ABC):
         """Returns the stages in order."""
 
     @abstractmethod
-    def said(self, tokens: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+    def logit_pairs(self, tokens: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
         """Returns the logits of each drafted position over windows of tokens, and the target's.
 
         The windows are (batch, length); both logits are (batch, places, ids).
@@ -229,7 +229,7 @@ class StagedTrainer(ABC):
     def _measured(self, tokens: Tensor) -> Tensor:
         """Computes `Figures` of each drafted position, [positions, 3]."""
         rows = []
-        for q, p in self.said(tokens):
+        for q, p in self.logit_pairs(tokens):
             five = q.topk(min(5, q.shape[-1]), dim=-1).indices
             greedy = (five[..., 0] == p.argmax(-1)).float()
             among = p.softmax(-1).gather(-1, five).sum(-1)
@@ -288,7 +288,7 @@ class HeadsTrainer(StagedTrainer):
         ]
         return decaying(losses)
 
-    def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def logit_pairs(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
         return list(self.compared(self.model, tokens))
 
     def accepted(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:

@@ -239,7 +239,7 @@ class DrafterTrainer(StagedTrainer):
         found: Tokens = np.load(file)
         return found
 
-    def said(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def logit_pairs(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns the drafter's and the target's logits at each exit, the whole model last.
 
         A model drafts at any distance as it does at the first, so one position stands for all.

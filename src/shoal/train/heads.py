@@ -232,8 +232,8 @@ class PpdTrainer(HeadsTrainer):
         windows = self._windows(self.samples.tokens(held_out=True))
         found = []
         for step in range(len(windows.rows) // windows.batch_size):
-            said = self.said(torch.from_numpy(windows[step]).to(self.device))
-            found.append(torch.stack([_by_rank(q, p) for q, p in said]))
+            pairs = self.logit_pairs(torch.from_numpy(windows[step]).to(self.device))
+            found.append(torch.stack([_by_rank(q, p) for q, p in pairs]))
         return torch.stack(found).mean(0)
 
 

@@ -163,15 +163,18 @@ def _part(
             query, key, value, attn_mask=bias, scale=inputs.scale
         )
         return part
-    scores = (query @ key.transpose(-1, -2)).to(
-        torch.promote_types(query.dtype, torch.float32)
-    ) * inputs.scale
-    if inputs.softcap is not None:
-        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
-    if bias is not None:
-        scores = scores + bias
+    scores = _scores(query, key, bias, inputs)
     log = scores.logsumexp(dim=-1)
     return (scores - log[..., None]).exp().to(value.dtype) @ value, log
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, inputs: AttentionInputs) -> Tensor:
+    """Computes the scores before the softmax, soft-capped, float32 at least."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query @ key.transpose(-1, -2)).to(wide) * inputs.scale
+    if inputs.softcap is not None:
+        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
+    return scores if bias is None else scores + bias
 
 
 def pad(inputs: AttentionInputs) -> Tensor:
@@ -216,15 +219,12 @@ def _explicit(
 
     The library's kernel has neither.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.transpose(-1, -2)).to(wide) * inputs.scale
-    if inputs.softcap is not None:
-        scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
-    if bias is not None:
-        scores = scores + bias
+    scores = _scores(query, key, bias, inputs)
     if inputs.sinks is not None:
         # sinks [heads] -> [1, kv heads, group * q, 1], in the order of the folded query axis
-        sinks = inputs.sinks.to(wide).view(1, key.shape[1], -1, 1).repeat_interleave(q, dim=2)
+        sinks = (
+            inputs.sinks.to(scores.dtype).view(1, key.shape[1], -1, 1).repeat_interleave(q, dim=2)
+        )
         scores = torch.cat([scores, sinks.expand(scores.shape[0], -1, -1, -1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
     return weights @ value

@@ -415,7 +415,7 @@ def test_ctrl_c_keeps_what_has_come_and_the_chat(
     press_ctrl_c(monkeypatch, chat_session, 3)
     terminal.enter("one", KeyboardInterrupt, "two")
     turns = terminal.session.conversation.turns
-    assert [turn.said for turn in turns] == ["one", "two"]
+    assert [turn.text for turn in turns] == ["one", "two"]
     first, second = (turn.answer for turn in turns)
     assert first is not None
     assert second is not None
@@ -435,7 +435,7 @@ def test_ctrl_c_twice_drops_the_answer_and_what_was_kept_of_prompts(
     assert terminal.model.prefixes is not None
     press_ctrl_c(monkeypatch, chat_session, 3, times=2)
     terminal.enter("two", "three")
-    assert [turn.said for turn in terminal.session.conversation.turns] == ["one", "three"]
+    assert [turn.text for turn in terminal.session.conversation.turns] == ["one", "three"]
     assert "stopped: nothing of this answer is kept" in capsys.readouterr().err
     assert terminal.session.stats is not None
     assert terminal.session.stats.restored_tokens == 0
@@ -481,6 +481,6 @@ def test_a_value_that_is_refused_changes_nothing() -> None:
     settings = ChatSettings(1, {"temperature": 0.5})
     with pytest.raises(RequestError, match="temperature must be"):
         settings.set("temperature", "-1")
-    assert settings.asked(0) == {"temperature": 0.5}
+    assert settings.stream_options(0) == {"temperature": 0.5}
     settings.set("seed", "7")
-    assert [settings.asked(attempt)["seed"] for attempt in (0, 2)] == [7, 9]
+    assert [settings.stream_options(attempt)["seed"] for attempt in (0, 2)] == [7, 9]

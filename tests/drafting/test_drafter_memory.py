@@ -249,7 +249,7 @@ def test_rows_whose_slots_are_given_back_are_forgotten() -> None:
     memory.reserve(3, 8)
     slots.place(rows, [True] * 3)
     memory.trim(2, 8)
-    assert slots.known(rows) == rows[:2]
+    assert slots.with_slots(rows) == rows[:2]
 
 
 def test_a_prompt_is_copied_from_a_row_that_begins_with_it() -> None:
@@ -261,7 +261,7 @@ def test_a_prompt_is_copied_from_a_row_that_begins_with_it() -> None:
     DraftMemory(slots).reserve(2, 16)
     keys = []
     for rows in ([first, third], [third], [third, second], [second]):
-        slots.leave(set(slots.known([first, second, third])) - set(rows) if rows != [second] else None)
+        slots.leave(set(slots.with_slots([first, second, third])) - set(rows) if rows != [second] else None)
         slots.place(rows, [True] * len(rows))
         keys.append(runner.cache.stores()[0][0][slots.of(rows[-1]), :3].clone())
     torch.testing.assert_close(keys[2], keys[3])

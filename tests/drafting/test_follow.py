@@ -115,8 +115,8 @@ def test_a_copy_that_is_never_rounded_again_is_noticed(tmp_path: Path, monkeypat
 
 def test_a_copy_is_rounded_once_for_each_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    real = four_bits._made
-    monkeypatch.setattr(four_bits, "_made", lambda target: made.append(target) or real(target))
+    real = four_bits._make_copy
+    monkeypatch.setattr(four_bits, "_make_copy", lambda target: made.append(target) or real(target))
     with shoal.load(saved(tmp_path, ""), "self:int4", dtype="float32") as pair:
         for count in (1, 2, 3):
             drafts(pair)

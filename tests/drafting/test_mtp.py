@@ -67,12 +67,12 @@ def of_rejected_drafts(scores: Any, verdict: Any) -> list[Tensor]:
     """Hidden states of the last columns of a block, whatever was rejected."""
     return [
         states[-len(own) :]
-        for states, own in zip(trained_heads._hidden(scores), trained_heads.kept(scores, verdict), strict=True)
+        for states, own in zip(trained_heads._hidden(scores), trained_heads.kept_states(scores, verdict), strict=True)
     ]
 
 
 def of_another_row(scores: Any, verdict: Any) -> list[Tensor]:
-    own = trained_heads.kept(scores, verdict)
+    own = trained_heads.kept_states(scores, verdict)
     return [other[: len(one)] for one, other in zip(own, trained_heads._hidden(scores).roll(1, dims=0), strict=True)]
 
 
@@ -111,7 +111,7 @@ def test_drafts_are_those_of_the_definition(target: Runner, monkeypatch: pytest.
     assert not drafter._own
     assert not drafter._prompts._of
     for wrong in (of_rejected_drafts, of_another_row):
-        monkeypatch.setattr(eagle3, "kept", wrong)
+        monkeypatch.setattr(eagle3, "kept_states", wrong)
         other = MtpDrafter.for_target(target)
         proposals = recorded(other)
         decoded(target, other, Rejection(), 2.0, PROMPTS)

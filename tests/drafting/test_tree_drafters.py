@@ -55,7 +55,7 @@ def drafter(shape: Shape, model: Runner, vocab: int = V) -> TreeDrafter:
 def grown(inputs: DraftInputs, shape: Shape, q: Tensor, by_q: bool = True) -> Growth:
     """Trees drawn from a Markov table."""
     made = Growth(inputs, shape, by_q)
-    while asked := made.asked():
+    while asked := made.nodes_without_q():
         made.know(asked, q[[node.token for node in asked]])
         made.grow()
     return made
@@ -162,7 +162,7 @@ def test_one_budget_for_all_rows() -> None:
     unsure = torch.full((4, 4), 0.25, dtype=torch.float64)
     inputs = inputs_of(6, lambda weights, _: weights.argmax(-1), rows=2, temperature=0.0)
     made = Growth(inputs, DySpec(4), by_q=False)
-    while asked := made.asked():
+    while asked := made.nodes_without_q():
         made.know(asked, torch.stack([(sure if node.row == 0 else unsure)[node.token] for node in asked]))
         made.grow()
     tree, _ = made.tree(0)

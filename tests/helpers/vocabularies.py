@@ -147,7 +147,7 @@ def watched(drafter: OtherVocabularyDrafter) -> Iterator[tuple[Row, Tensor, Tens
     drafting = drafter.runner
     for row in drafter.contexts.rows:
         own = drafter.read_as(row)
-        if not drafter._slots.known([own]):
+        if not drafter._slots.with_slots([own]):
             continue
         slot = drafter._slots.of(own)
         held = drafting.cache.lengths[slot]

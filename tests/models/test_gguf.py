@@ -289,11 +289,11 @@ def test_kept_rows_give_way(model: Shoal) -> None:
         runner.cache.enter(0)
         runner.feed([0], torch.tensor([row]), [16])
         kept.keep(runner.cache, "", row, 0)
-    assert [kept.known("", row) for row in rows] == [0, 16, 16]
-    assert kept.known("another", rows[2]) == kept.known("", rows[2][:7]) == 0
+    assert [kept.kept_length("", row) for row in rows] == [0, 16, 16]
+    assert kept.kept_length("another", rows[2]) == kept.kept_length("", rows[2][:7]) == 0
     windows = KeptSequences(40, window=8)
     windows.keep(runner.cache, "", rows[2], 0)
-    assert [windows.known("", rows[2][:n]) for n in (15, 16)] == [0, 16]
+    assert [windows.kept_length("", rows[2][:n]) for n in (15, 16)] == [0, 16]
 
 
 def test_a_grammar_holds(model: Shoal) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.config import Limits, Sampling
 from shoal.drafting import trained_heads
-from shoal.drafting.trained_heads import PromptStates, kept, last_kept
+from shoal.drafting.trained_heads import PromptStates, kept_states, last_kept
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.models import prompt_passes
@@ -52,7 +52,7 @@ class Recorder(RandomTrees):
         self.prompts.read(chunks, hidden)
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
-        for row, states, last in zip(rows, kept(scores, verdict), last_kept(scores, verdict), strict=True):
+        for row, states, last in zip(rows, kept_states(scores, verdict), last_kept(scores, verdict), strict=True):
             if row not in self.of_rows:
                 prompt = self.prompts.of(row)
                 self.of_rows[row] = [] if prompt is None else [prompt]

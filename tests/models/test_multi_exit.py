@@ -166,7 +166,7 @@ def test_rows_that_always_leave_early_are_brought_up_to_date(target: Runner, qui
     rows = engine.submit(Request((5, 3), 2, Sampling(temperature=1.0, seed=1), Limits(max_new_tokens=60)))
     lags = []
     while engine.step():
-        slots = drafter._slots.known(rows)
+        slots = drafter._slots.with_slots(rows)
         lags += [len(row.tokens) - drafter.runner.cache.lengths[drafter._slots.of(row)] for row in slots]
     assert 10 < max(lags) < 24
     assert drafter.seconds_preparing > 0

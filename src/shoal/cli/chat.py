@@ -106,7 +106,7 @@ def _reset(session: ChatSession, _argument: str) -> str:
 
 def _undo(session: ChatSession, _argument: str) -> str:
     turn = session.conversation.undo()
-    return f"taken back: {_short(turn.said)}"
+    return f"taken back: {_short(turn.text)}"
 
 
 def _regenerate(session: ChatSession, _argument: str) -> str:
@@ -133,7 +133,7 @@ def _save(session: ChatSession, argument: str) -> str:
 def _load(session: ChatSession, argument: str) -> str:
     found = read_conversation(Path(argument).expanduser())
     session.conversation.system, session.conversation.turns = found.system, found.turns
-    last = f"; the last: {_short(found.turns[-1].said)}" if found.turns else ""
+    last = f"; the last: {_short(found.turns[-1].text)}" if found.turns else ""
     waits = (
         ", which waits for an answer: /regenerate"
         if found.turns and not found.turns[-1].answers

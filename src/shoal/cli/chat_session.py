@@ -54,7 +54,7 @@ class ChatSettings:
         """The number of candidates of a message."""
         return int(self.values["n"])
 
-    def asked(self, attempt: int) -> dict[str, Any]:
+    def stream_options(self, attempt: int) -> dict[str, Any]:
         """Returns the options of `Shoal.stream`.
 
         With a seed, each later attempt at a message has the next seed, so that it differs.
@@ -156,7 +156,7 @@ class ChatSession:
             KeyboardInterrupt: Ctrl-C was pressed before any text came, or twice; nothing is kept.
         """
         turn = self.conversation.last
-        written = self._writer.text(self.conversation.asked())
+        written = self._writer.text(self.conversation.messages())
         rules, ids = _reasoning(self._writer.template, written), self._writer.ids(written)
         self._require_context(ids)
         result = self._run(ids, rules, turn.attempts)
@@ -170,7 +170,7 @@ class ChatSession:
             raise KeyboardInterrupt
         if not found:
             raise RequestError(f"there is no answer: {result[0].samples[0].error}")
-        answered = Answered(turn.said, len(turn.answers) + 1, found, result, self.interrupted)
+        answered = Answered(turn.text, len(turn.answers) + 1, found, result, self.interrupted)
         turn.chosen = len(turn.answers)
         turn.answers += [answer for _, answer in found]
         self._view.answered(answered)
@@ -178,7 +178,9 @@ class ChatSession:
     def _run(self, ids: Sequence[int], rules: ReasoningRules | None, attempt: int) -> Result:
         n, model = self.settings.n, self._model
         shown = _ends_of_reasoning(model, rules) if rules is not None else ()
-        stream = model.stream([list(ids)], n, shown_tokens=shown, **self.settings.asked(attempt))
+        stream = model.stream(
+            [list(ids)], n, shown_tokens=shown, **self.settings.stream_options(attempt)
+        )
         try:
             with self._view.growing(n, decoder(model.tokenizer), _split(rules)) as growing:
                 result, self.interrupted = follow(stream, growing.add)

@@ -37,13 +37,13 @@ class Answered:
     """The answers to one message.
 
     Attributes:
-        said: the message.
+        message: the message.
         first: the number of the first answer among all of its message, from 1.
         samples: the samples, each with its answer.
         interrupted: Ctrl-C ended the answers.
     """
 
-    said: str
+    message: str
     first: int
     samples: Sequence[tuple[Sample, Candidate]]
     result: Result
@@ -189,7 +189,7 @@ class JsonView:
         """Prints all answers, and the statistics."""
         self._write(
             {
-                "prompt": found.said,
+                "prompt": found.message,
                 "prompt_tokens": len(found.result[0].prompt_ids),
                 "samples": [_document(sample, answer) for sample, answer in found.samples],
                 "interrupted": found.interrupted,

@@ -43,12 +43,13 @@ class Turn:
     """A message of the user and its answers.
 
     Attributes:
+        text: the message.
         answers: all answers, also from earlier attempts; empty while the message waits for one.
         chosen: the index of the answer that counts.
         attempts: the number of times that the model was asked.
     """
 
-    said: str
+    text: str
     answers: list[Candidate] = field(default_factory=list)
     chosen: int = 0
     attempts: int = 0
@@ -77,14 +78,14 @@ class Conversation:
             raise RequestError("nothing was said yet")
         return self.turns[-1]
 
-    def asked(self) -> list[Message]:
+    def messages(self) -> list[Message]:
         """Returns the messages for the last turn's answer: all before it, and its own."""
-        return [*self._messages(self.turns[:-1]), message("user", self.last.said)]
+        return [*self._messages(self.turns[:-1]), message("user", self.last.text)]
 
     def _messages(self, turns: Iterable[Turn]) -> list[Message]:
         found = [] if self.system is None else [message("system", self.system)]
         for turn in turns:
-            found.append(message("user", turn.said))
+            found.append(message("user", turn.text))
             if turn.answer is not None:
                 found.append(message("assistant", turn.answer.text))
         return found

@@ -160,7 +160,7 @@ def drafter(
     source, prompts = task.checked()
     documents = listed_documents(corpus or [])
 
-    def made() -> StagedTrainer:
+    def make_trainer() -> StagedTrainer:
         from shoal.train.drafter import DrafterTrainer, DrafterTraining
 
         training = DrafterTraining(
@@ -174,7 +174,7 @@ def drafter(
         )
         return DrafterTrainer(task.out, source, prompts, documents, training, run.device)
 
-    _train(made, str(task.out), run.json_output)
+    _train(make_trainer, str(task.out), run.json_output)
 
 
 @app.command(cls=ReadableCommand)
@@ -245,23 +245,23 @@ def _train_heads(
     """
     source, prompts = task.checked()
 
-    def made() -> StagedTrainer:
+    def make_trainer() -> StagedTrainer:
         from shoal.train import HeadsTraining
         from shoal.train.heads import TRAINERS
 
         training = HeadsTraining(samples=texts.samples, new_tokens=texts.new_tokens, **sizes)
         return TRAINERS[kind](task.out, source, prompts, training, run.device)
 
-    _train(made, f"{kind}:{task.out}", run.json_output)
+    _train(make_trainer, f"{kind}:{task.out}", run.json_output)
 
 
-def _train(made: Callable[[], StagedTrainer], draft: str, json_output: bool) -> None:
+def _train(make_trainer: Callable[[], StagedTrainer], draft: str, json_output: bool) -> None:
     """Runs all stages, and tells after each how good the drafts are."""
     # In a terminal the trainer shows bars.
     with nullcontext() if stderr().is_terminal else Progress():
         try:
             with loading_shown():
-                work = made()
+                work = make_trainer()
                 work.prepare()
         except KeyboardInterrupt:
             stderr().print("stopped: the same command goes on")

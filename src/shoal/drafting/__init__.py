@@ -144,7 +144,7 @@ class DrafterKind:
         defaults = spelled({key: option.default for key, option in self.options.items()})
         return self.example or f"{self.as_written}{',' if self.directory else ':'}{defaults}"
 
-    def made(self) -> Any:
+    def load_maker(self) -> Any:
         """Imports the class or function that makes drafters."""
         module, _, name = self.maker.partition(":")
         return getattr(import_module(module), name)

@@ -84,7 +84,7 @@ class Contexts:
         """The target's rows that have a context."""
         return list(self._of)
 
-    def known(self, rows: Iterable[Row]) -> list[Row]:
+    def with_contexts(self, rows: Iterable[Row]) -> list[Row]:
         """Returns the rows that have a context."""
         return [row for row in rows if row in self._of]
 

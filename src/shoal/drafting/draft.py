@@ -88,7 +88,7 @@ class DraftSpec:
             options["model"] = model
         elif self.kind.directory:
             options["directory"] = self.place
-        maker = self.kind.made()
+        maker = self.kind.load_maker()
         drafter: Drafter = getattr(maker, "for_target", maker)(target, **options)
         return drafter
 
@@ -188,7 +188,7 @@ class Draft:
         """
         for part in self.parts:
             if part.has_files:
-                part.kind.made().require_files(tokenizer, **part.options)
+                part.kind.load_maker().require_files(tokenizer, **part.options)
 
 
 def read_draft(draft: object, argument: str = "draft") -> Draft | None:

@@ -65,7 +65,7 @@ class DraftSlots:
         """The rows by their slots."""
         return {slot: row for row, slot in self._places.items()}
 
-    def known(self, rows: Iterable[Row]) -> list[Row]:
+    def with_slots(self, rows: Iterable[Row]) -> list[Row]:
         """Returns the rows that have slots."""
         return [row for row in rows if row in self._places]
 

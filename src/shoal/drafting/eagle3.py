@@ -24,7 +24,7 @@ from shoal.drafting.trained_heads import (
     PromptStates,
     fill,
     in_format,
-    kept,
+    kept_states,
     layers_and_width,
     once,
     read_config,
@@ -277,7 +277,7 @@ class Eagle3Drafter(ModelDrafter):
 
     def observe(self, rows: Sequence[Row], scores: Scores, verdict: Verdict) -> None:
         super().observe(rows, scores, verdict)
-        for row, states in zip(rows, kept(scores, verdict), strict=True):
+        for row, states in zip(rows, kept_states(scores, verdict), strict=True):
             _, pieces = self._own.get(row, (0, []))
             pieces.append(states.clone())  # a view would keep all columns of all rows
             self._own[row] = len(row.tokens) - 1, pieces

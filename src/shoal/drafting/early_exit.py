@@ -25,7 +25,7 @@ from shoal.drafting.draft_slots import DraftSlots
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs
 from shoal.drafting.text import NOTHING, tree_of
-from shoal.drafting.trained_heads import kept
+from shoal.drafting.trained_heads import kept_states
 from shoal.errors import InternalError
 from shoal.models.runner import Runner
 from shoal.models.target_models import first_layers, head_of, layer_count
@@ -120,7 +120,7 @@ class EarlyExitDrafter(Drafter):
         logits = torch.cat(
             [own[places] for own, places in zip(scores.logits, columns, strict=True)]
         )
-        states = torch.cat(kept(scores, verdict)).chunk(len(self.choice.exits), dim=-1)
+        states = torch.cat(kept_states(scores, verdict)).chunk(len(self.choice.exits), dim=-1)
         temperatures = [
             row.request.sampling.temperature
             for row, own in zip(rows, columns, strict=True)

@@ -139,7 +139,7 @@ class Growth:
         """Returns True if a row's nodes are a sample, False if they are the most probable ones."""
         return self._by_q and not self._greedy[row]
 
-    def asked(self) -> list[Node]:
+    def nodes_without_q(self) -> list[Node]:
         """Returns the nodes whose children are wanted and whose q is not known."""
         found = {
             place.parent: None

@@ -187,7 +187,7 @@ class ModelDrafter(Drafter):
 
         A row is outgrown if it has more tokens than the drafter holds.
         """
-        for row in self._slots.known(rows):
+        for row in self._slots.with_slots(rows):
             _cut(self, row, _kept(row))
 
     def roll_back(self, row: Row, tokens: int) -> None:
@@ -195,7 +195,7 @@ class ModelDrafter(Drafter):
 
         All are forgotten if the model's states cannot go back that far.
         """
-        if self._slots.known([row]):
+        if self._slots.with_slots([row]):
             _cut(self, row, tokens)
 
     def pause(self, rows: Sequence[Row]) -> None:

@@ -216,12 +216,12 @@ class OtherVocabularyDrafter(ModelDrafter):
         accepted = [len(path) for row, path in zip(rows, paths, strict=True) if row in self._asked]
         if accepted:
             self.choice.learn(len(accepted), sum(accepted), self._passes)
-        for row in self.contexts.known(self._asked):
+        for row in self.contexts.with_contexts(self._asked):
             self._follow(row)
         self._asked = set()
 
     def end(self, rows: Sequence[Row]) -> None:
-        known = self.contexts.known(rows)
+        known = self.contexts.with_contexts(rows)
         self._slots.leave([self.read_as(row) for row in known])
         self.contexts.leave(known)
 
@@ -231,7 +231,7 @@ class OtherVocabularyDrafter(ModelDrafter):
         The cache keeps the tokens that have not changed, without the last one.
         """
         same, own = self.contexts.follow(row), self.read_as(row)
-        if self._slots.known([own]):
+        if self._slots.with_slots([own]):
             self._keep(own, min(same, len(own.tokens) - 1))
 
     def _keep(self, own: Row, most: int) -> None:
@@ -250,7 +250,7 @@ class OtherVocabularyDrafter(ModelDrafter):
             own = self.read_as(row)
             if len(own.tokens) > most:
                 lengths[b] = 0
-                if self._slots.known([own]):
+                if self._slots.with_slots([own]):
                     self._keep(own, max(min(own.prompt_length - 1, most), 0))
         return replace(inputs, lengths=lengths)
 

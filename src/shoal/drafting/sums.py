@@ -143,7 +143,7 @@ class SumDrafter(Drafter):
             joins = any(text.max_nodes for text in self.texts)
             uniforms = _of_rounds(inputs) if joins and inputs.needs_q else inputs.uniforms
             own = last.propose(
-                replace(inputs, lengths=lengths, stop=inputs.stop and ends.asked, uniforms=uniforms)
+                replace(inputs, lengths=lengths, stop=inputs.stop and ends.ask, uniforms=uniforms)
             )
         steps = ends.finish(own.steps)
         kept = [guess.up_to(end) for guess, end in zip(known, ends.lengths, strict=True)]
@@ -237,7 +237,7 @@ class _Ends:
         self._guesses, self._stop, self._alone = guesses, inputs.stop, alone
         self.lengths = [len(guess.confidence) for guess in guesses]
 
-    def asked(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
+    def ask(self, position: int, confidence: Sequence[float]) -> Sequence[int]:
         """Asks `stop` with the higher of two confidences: the last drafter's, and the guess's."""
         assert self._stop is not None
         sure = [
@@ -260,7 +260,7 @@ class _Ends:
         if self._stop is None:
             return max(position, *self.lengths, 1)
         while max(self.lengths) > position or not position:
-            self.asked(position, [0.0] * len(self.lengths))
+            self.ask(position, [0.0] * len(self.lengths))
             position += 1
         return position
 

@@ -181,7 +181,7 @@ def layers_and_width(target: Runner) -> tuple[int, int]:
     return int(text.num_hidden_layers), int(text.hidden_size)
 
 
-def kept(scores: Scores, verdict: Verdict) -> list[Tensor]:
+def kept_states(scores: Scores, verdict: Verdict) -> list[Tensor]:
     """Returns the hidden states of each row's last token and of its accepted nodes.
 
     They have shape [accepted + 1, features]. The token that the round added behind them has no

@@ -64,7 +64,7 @@ class TreeDrafter(ModelDrafter):
         held, _ = self.lacking(inputs.rows, inputs.lengths)
         fed: list[Node] = []
         depth, lengths = 0, list(inputs.lengths)
-        while asked := growth.asked():
+        while asked := growth.nodes_without_q():
             fed = growth.inner(asked) if depth else []
             logits = (
                 self._after_trees(inputs, held, fed, asked)

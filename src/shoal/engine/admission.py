@@ -92,7 +92,7 @@ class Prefixes(Protocol):
     See `shoal.engine.prefix_cache.PrefixCache`.
     """
 
-    def known(self, row: Row) -> int:
+    def kept_length(self, row: Row) -> int:
         """Returns how many tokens at the beginning of the row's prompt are kept.
 
         The prompt's last token does not count.

@@ -252,7 +252,7 @@ def commit(
             row.logits += [scores.logits[b, column].clone() for column in columns[b][:taken]]
         appended.append((row, block[:taken], tree.drafts[b], names, paths[b][:kept]))
     now = clock()
-    return [_commit(*what, now) for what in appended]
+    return [_commit(*each, now) for each in appended]
 
 
 def commit_run(

@@ -129,12 +129,12 @@ class PrefixCache:
         memory = self._memory
         return self.allocated_bytes + memory.kept.tree_bytes + memory.kept_for_drafts.tree_bytes
 
-    def known(self, row: Row) -> int:
+    def kept_length(self, row: Row) -> int:
         """Returns how many tokens at the beginning of the row's prompt are kept.
 
         The prompt's last token does not count.
         """
-        return self._kept.known(row.request.owner, row.tokens[: row.entry_length - 1])
+        return self._kept.kept_length(row.request.owner, row.tokens[: row.entry_length - 1])
 
     def awaited(self, row: Row, other: Row) -> int:
         """Returns how many tokens will be kept once another row has had a round.

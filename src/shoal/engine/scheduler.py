@@ -258,7 +258,7 @@ class Scheduler:
         state = self.slots.state(computed)
         known = 0
         if self.kept is not None and find_prompt(row, state)[0] is PromptOrigin.COMPUTE:
-            known = self.kept.known(row)
+            known = self.kept.kept_length(row)
             if any(self.kept.awaited(row, other) >= known + MIN_WAIT for other in computed):
                 return None
         decision = decide(

@@ -307,15 +307,15 @@ class RequestValidator:
             raise RequestError(
                 f"prompt ids must be in 0..{self.vocab_size - 1}, got {min(ids)}..{max(ids)}"
             )
-        for model, read, what in self._readers(request):
+        for model, read, role in self._readers(request):
             if len(read) >= model.context:
                 raise RequestError(
-                    f"the {what} has {len(read)} tokens; {people_call(model.name)} holds "
+                    f"the {role} has {len(read)} tokens; {people_call(model.name)} holds "
                     f"{model.context}, the first new token included"
                 )
             if max(read) >= model.vocab_size:
                 raise RequestError(
-                    f"{what} ids must be in 0..{model.vocab_size - 1} for {model.name}, got "
+                    f"{role} ids must be in 0..{model.vocab_size - 1} for {model.name}, got "
                     f"{max(read)}"
                 )
 

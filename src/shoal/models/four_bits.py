@@ -47,11 +47,11 @@ def four_bit_copy(target: Runner) -> Runner:
     version, made = writes(target.hf), known.get("copy")
     changed = target.lean is not None and target.lean.decoder.stale
     if made is None or (made[0] != version and not changed):
-        made = known["copy"] = version, _made(target)
+        made = known["copy"] = version, _make_copy(target)
     return made[1].fork()
 
 
-def _made(target: Runner) -> Runner:
+def _make_copy(target: Runner) -> Runner:
     if isinstance(target, GgufRunner):
         return target.in_4_bits()
     reason = target.absent.get(C_DECODER)

@@ -289,7 +289,7 @@ def tokenizer_at_hand(hf: Any) -> Any:
 
 def from_pretrained(source: str | Path, auto: Any, **options: Any) -> Any:
     """Calls `auto.from_pretrained` and raises every failure as one of shoal's errors."""
-    what = auto.__name__.removeprefix("Auto")
+    kind = auto.__name__.removeprefix("Auto")
     try:
         return auto.from_pretrained(str(directory_of(source) or source), **options)
     except SafetensorError as error:
@@ -312,7 +312,7 @@ def from_pretrained(source: str | Path, auto: Any, **options: Any) -> Any:
         first = _first_sentence(error)
         if "trust_remote_code" in str(error):
             first += " Only if you trust it: trust_remote_code=True"
-        raise RequestError(f"cannot load the {what} of {source}: {first}") from error
+        raise RequestError(f"cannot load the {kind} of {source}: {first}") from error
 
 
 def _first_sentence(error: Exception) -> str:

@@ -91,7 +91,7 @@ class Ranks:
         weakref.finalize(owner, self._dropped.append, number).atexit = False
 
     @contextmanager
-    def broadcast(self, what: str, number: int, *arguments: Any) -> Iterator[None]:
+    def broadcast(self, operation: str, number: int, *arguments: Any) -> Iterator[None]:
         """Announces the operation of the block to the other ranks, which do it as well.
 
         Raises:
@@ -102,7 +102,7 @@ class Ranks:
             self._require_in_step()
             self._out_of_step = True
             try:
-                self._say(what, number, *arguments)
+                self._say(operation, number, *arguments)
                 yield
             except Exception as error:
                 if is_loss(error) and "timed out" in str(error).lower():
@@ -140,10 +140,10 @@ class Ranks:
                 f"{AGAIN}"
             )
 
-    def _say(self, what: str, number: int, *arguments: Any) -> None:
+    def _say(self, operation: str, number: int, *arguments: Any) -> None:
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         dist.broadcast_object_list(
-            [(what, number, arguments, dropped)],
+            [(operation, number, arguments, dropped)],
             src=0,
             group=self._group,
             device=torch.device("cpu"),
@@ -278,27 +278,27 @@ class Served:
         raise SystemExit(0)
 
     def _do(
-        self, what: str, number: int, arguments: tuple[Any, ...], dropped: Sequence[int]
+        self, operation: str, number: int, arguments: tuple[Any, ...], dropped: Sequence[int]
     ) -> bool:
         """Does the operation of a message; returns False if it was the last one."""
         self._drop(dropped)
-        if what == STOP:
+        if operation == STOP:
             self._ranks.leave()
             return False
-        if what == CAPTURE:
+        if operation == CAPTURE:
             self._capture_rounds(*arguments)
-        elif what == RUN:
+        elif operation == RUN:
             self._built[number][1]()
         else:
             cache = self._caches.setdefault(number, SlotCache())
-            if what == BUILD:
+            if operation == BUILD:
                 self._build(number, cache, *arguments)
-            elif what == RESIZE:
+            elif operation == RESIZE:
                 self._resize(number, cache, *arguments)
-            elif what == PASS:
+            elif operation == PASS:
                 repeat(self._runner, cache, *arguments)
             else:
-                getattr(cache, what)(*arguments)
+                getattr(cache, operation)(*arguments)
         return True
 
     def _drop(self, numbers: Sequence[int]) -> None:

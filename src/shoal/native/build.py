@@ -151,7 +151,7 @@ def _chosen() -> tuple[ctypes.CDLL, str]:
     try:
         if carried is None:
             own = _Own.here()
-            kept = own.kept()
+            kept = own.load_kept()
             if kept is not None:
                 return kept, ""
     except NotBuilt as reason:
@@ -165,7 +165,7 @@ def _chosen() -> tuple[ctypes.CDLL, str]:
         return made, f"carried, {level}" + f" ({'; '.join(faults)})" * bool(faults)
     if own is None:
         raise NotBuilt("; ".join(faults))
-    return own.made(), "; ".join(faults)
+    return own.compile(), "; ".join(faults)
 
 
 def _carried(levels: Iterable[str], faults: list[str]) -> tuple[ctypes.CDLL, str] | None:
@@ -252,7 +252,7 @@ class _Own:
         text = b"|".join([*texts.values(), "|".join(facts).encode()])
         return cls(texts, command, flags, cache_folder(), f"kernels-{digest(text)}")
 
-    def kept(self) -> ctypes.CDLL | None:
+    def load_kept(self) -> ctypes.CDLL | None:
         """Returns the first undamaged library of that name; None if there is none.
 
         Damaged libraries are removed; libraries that another user wrote are not run.
@@ -268,7 +268,7 @@ class _Own:
                 place.unlink()
         return None
 
-    def made(self) -> ctypes.CDLL:
+    def compile(self) -> ctypes.CDLL:
         """Compiles the library, and keeps it if possible."""
         workplace = _workplace(self.folder)
         with tempfile.TemporaryDirectory(dir=workplace, prefix="kernels-") as work:

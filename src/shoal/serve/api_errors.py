@@ -113,7 +113,7 @@ def reason(method: str, path: str, allowed: str | None) -> str:
         allowed: methods that the path takes, separated by commas; None = there is no such path.
     """
     found = next(
-        (what for start, what in ABSENT.items() if f"{path}/".startswith(f"{start}/")), None
+        (answer for start, answer in ABSENT.items() if f"{path}/".startswith(f"{start}/")), None
     )
     if allowed is not None:
         hint = "" if found is not KEPT else f"; this server has no {found}"

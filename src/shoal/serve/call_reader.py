@@ -70,18 +70,18 @@ class Nesting:
 
     def _past(self, found: re.Match[str], text: str) -> int:
         """Returns the place behind a bracket, a quotation mark, an escape or the mark."""
-        what, at = found[0], found.end()
+        sign, at = found[0], found.end()
         if self._quote:
-            self._quote = "" if what == self._quote else self._quote
-            return at + (what == "\\")
-        if what in self._inside:
-            self._quote = what
-        elif what == self._mark:
+            self._quote = "" if sign == self._quote else self._quote
+            return at + (sign == "\\")
+        if sign in self._inside:
+            self._quote = sign
+        elif sign == self._mark:
             self.broken = self.broken or at
         else:
-            self._depth += 1 if what in "[({" else -1
-            self.end = at if self._depth <= 0 and what in "])}" else None
-            self.inner = at if self._depth == 1 and what in "])}" else self.inner
+            self._depth += 1 if sign in "[({" else -1
+            self.end = at if self._depth <= 0 and sign in "])}" else None
+            self.inner = at if self._depth == 1 and sign in "])}" else self.inner
         return at
 
 

@@ -93,13 +93,13 @@ class OutputFile:
             )
         line = self._lines.get(named)
         if line is None or (made.get("line") != line.digest and not has_failed(entry)):
-            what = (
+            mismatch = (
                 "which the input does not have"
                 if line is None
                 else f"but line {line.number} of the input is another one now"
             )
             raise RequestError(
-                f"{where} answers the line {named!r}, {what}: give another output file, or the "
+                f"{where} answers the line {named!r}, {mismatch}: give another output file, or the "
                 f"input that it belongs to"
             )
         if named in self.ids:

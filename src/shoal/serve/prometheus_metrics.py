@@ -217,8 +217,8 @@ class _Engine(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields one family per figure."""
         stats = self._worker.thread.stats
-        for name, what in COUNTED.items():
-            yield CounterMetricFamily(f"shoal_{name}", what, getattr(stats, name))
+        for name, about in COUNTED.items():
+            yield CounterMetricFamily(f"shoal_{name}", about, getattr(stats, name))
         yield from _by_drafter(list(stats.by_drafter.items()))
         yield _by_executor({role: dict(counts) for role, counts in stats.executors.copy().items()})
         seconds = CounterMetricFamily(
@@ -258,12 +258,12 @@ class _Engine(Collector):
 
 
 def _by_drafter(counts: Sequence[tuple[str, DraftCounts]]) -> Iterator[Metric]:
-    for what in ("drafted", "accepted"):
+    for count in ("drafted", "accepted"):
         family = CounterMetricFamily(
-            f"shoal_drafter_{what}", f"{COUNTED[what]}, by drafter", labels=["drafter"]
+            f"shoal_drafter_{count}", f"{COUNTED[count]}, by drafter", labels=["drafter"]
         )
         for name, one in counts:
-            family.add_metric([name], getattr(one, what))
+            family.add_metric([name], getattr(one, count))
         yield family
 
 

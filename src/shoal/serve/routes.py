@@ -315,8 +315,8 @@ HEADERS: dict[str, dict[str, Any]] = {
 """The headers that say how an answer differs from the request."""
 ERRORS = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"description": what, "content": ERRORS}
-    for status, what in {
+    status: {"description": meaning, "content": ERRORS}
+    for status, meaning in {
         400: "The request cannot be served; the message says why.",
         401: "The API key is missing or wrong.",
         403: "The server is not asked under this name.",

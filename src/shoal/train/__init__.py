@@ -134,7 +134,7 @@ class StagedTrainer(ABC):
         self.width = target.config.get_text_config().hidden_size
         head: Any = target.get_output_embeddings()
         self.vocab_size = head.weight.shape[0]
-        self.model = self.made().to(self.device)
+        self.model = self.make_model().to(self.device)
         self.stages = self.planned()
         self.trainer = self._trainer(self.stages[0])
 
@@ -194,7 +194,7 @@ class StagedTrainer(ABC):
         return length, max(1, min(self.training.batch, MOST_LOGITS // (length * self.vocab_size)))
 
     @abstractmethod
-    def made(self) -> nn.Module:
+    def make_model(self) -> nn.Module:
         """Makes the model that is trained, before its first step."""
 
     @abstractmethod

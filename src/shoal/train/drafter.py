@@ -180,7 +180,7 @@ class DrafterTrainer(StagedTrainer):
         fixed |= {"exits": " ".join(map(str, training.exits))} if training.exits else {}
         super().__init__(out, source, prompts, training, device, **fixed)
 
-    def made(self) -> Any:
+    def make_model(self) -> Any:
         model: Any = small_model(self.target, self.training.layers, self.training.width, SEED)
         exits, depth = self.training.exits, model.config.num_hidden_layers
         if exits:

@@ -48,7 +48,7 @@ class MedusaTrainer(HeadsTrainer):
 
     file = MEDUSA_FILES[0]
 
-    def made(self) -> nn.Module:
+    def make_model(self) -> nn.Module:
         return MedusaHeads(
             self.training.heads,
             self.training.layers,
@@ -76,7 +76,7 @@ class Eagle3Trainer(HeadsTrainer):
 
     file = FILES[0]
 
-    def made(self) -> nn.Module:
+    def make_model(self) -> nn.Module:
         self.reads = self._reads()
         heads = Eagle3Heads(
             layer_config(self.config),
@@ -164,7 +164,7 @@ class PpdTrainer(HeadsTrainer):
 
     file = FILE
 
-    def made(self) -> nn.Module:
+    def make_model(self) -> nn.Module:
         embedding = self.target.get_input_embeddings()
         ids, counts = np.unique(self.samples.tokens(held_out=False), return_counts=True)
         often = ids[np.argsort(-counts, kind="stable")][np.arange(self.training.heads) % len(ids)]

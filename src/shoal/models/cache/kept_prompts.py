@@ -230,7 +230,7 @@ class KeptPrefixes:
         """
         return count
 
-    def known(self, owner: str, tokens: Sequence[int]) -> int:
+    def kept_length(self, owner: str, tokens: Sequence[int]) -> int:
         """Returns the number of first tokens that are kept for the owner; 0 if too few to copy."""
         return len(self._found(owner, tokens))
 

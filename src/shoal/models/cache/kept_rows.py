@@ -76,7 +76,7 @@ class KeptRows(KeptPrefixes):
         """Returns those of a row's first tokens that are to be kept; none if there is no room."""
         return tokens if MIN_TOKENS <= cache.lengths[slot] <= self._capacity else ()
 
-    def known(self, owner: str, tokens: Sequence[int]) -> int:
+    def kept_length(self, owner: str, tokens: Sequence[int]) -> int:
         """Returns the number of first tokens that are kept for the owner; 0 if too few to copy."""
         return self._longest(owner, tokens)[0]
 

@@ -89,7 +89,7 @@ class Sequences(SlotCache):
         The tokens that slots hold are copied into it.
         """
         self._settle()
-        context = _made(self._model, slots, room, self.snapshots_wanted)
+        context = _make_context(self._model, slots, room, self.snapshots_wanted)
         free = weakref.finalize(self, library().llama_free, context)
         kept = [slot for slot in range(min(slots, self.slots)) if self.lengths[slot]]
         try:
@@ -201,7 +201,7 @@ class Sequences(SlotCache):
         self.zero_tail(slot, 0)
 
 
-def _made(model: GgufModel, slots: int, room: int, snapshots: int) -> Any:
+def _make_context(model: GgufModel, slots: int, room: int, snapshots: int) -> Any:
     """Returns a context for `slots` sequences of `room` tokens each.
 
     Args:

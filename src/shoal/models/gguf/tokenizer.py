@@ -99,7 +99,7 @@ def tokenizer_of(file: Path) -> Any:
     if kept is not None and (kept / "tokenizer_config.json").is_file():
         with suppress(OSError, ValueError):
             return transformers.AutoTokenizer.from_pretrained(str(kept))
-    tokenizer = _made(file)
+    tokenizer = _make(file)
     _compare(file, tokenizer)
     if kept is not None:
         with suppress(OSError):
@@ -130,7 +130,7 @@ def _keep(tokenizer: Any, place: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _made(file: Path) -> Any:
+def _make(file: Path) -> Any:
     metadata = _Metadata(file)
     kind = metadata.text("tokenizer.ggml.model")
     if kind == "gpt2":

@@ -133,7 +133,7 @@ def accepted_lengths(passes: Tensor, draft_lengths: Tensor) -> Tensor:
     return (passes & inside).long().cumprod(dim=1).sum(dim=1)
 
 
-def exact_match(tree: DraftTree, said: Tensor, probs: Tensor) -> Verdict:
+def exact_match(tree: DraftTree, samples: Tensor, probs: Tensor) -> Verdict:
     """Follows the nodes from the root that equal the target's own tokens, as far as there are any.
 
     One sample per node (Leviathan et al. 2023 for a point mass q; trees: SpecInfer, Miao et al.
@@ -141,30 +141,32 @@ def exact_match(tree: DraftTree, said: Tensor, probs: Tensor) -> Verdict:
     decoding draws by the same uniforms, so nothing has to be known of q.
 
     Args:
-        said: the token that follows each column of the pass, drawn from p there, [rows, m + 1]
+        samples: the token that follows each column of the pass, drawn from p there, [rows, m + 1]
             int64.
         probs: the probability of that token, same shape.
     """
     if not tree.m:
-        return Verdict(torch.zeros_like(tree.lengths), said[:, 0], probs)
+        return Verdict(torch.zeros_like(tree.lengths), samples[:, 0], probs)
     if not tree.branches:
-        accepted = accepted_lengths(said[:, : tree.m] == tree.tokens, tree.lengths)
-        return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs)
-    paths = [_followed(*row) for row in zip(tree.drafts, tree.parents, said.tolist(), strict=True)]
+        accepted = accepted_lengths(samples[:, : tree.m] == tree.tokens, tree.lengths)
+        return Verdict(accepted, samples.gather(1, accepted[:, None]).squeeze(1), probs)
+    paths = [
+        _followed(*row) for row in zip(tree.drafts, tree.parents, samples.tolist(), strict=True)
+    ]
     longest = max(map(len, paths))
     path = torch.tensor(
         [nodes + [0] * (longest - len(nodes)) for nodes in paths],
-        device=said.device,
+        device=samples.device,
         dtype=torch.long,
     )
     path = path.view(len(paths), longest)
-    accepted = torch.tensor([len(nodes) for nodes in paths], device=said.device)
-    last = torch.tensor([nodes[-1] + 1 if nodes else 0 for nodes in paths], device=said.device)
+    accepted = torch.tensor([len(nodes) for nodes in paths], device=samples.device)
+    last = torch.tensor([nodes[-1] + 1 if nodes else 0 for nodes in paths], device=samples.device)
     along = probs.gather(1, torch.nn.functional.pad(path + 1, (1, 0)))
-    return Verdict(accepted, said.gather(1, last[:, None]).squeeze(1), along, path)
+    return Verdict(accepted, samples.gather(1, last[:, None]).squeeze(1), along, path)
 
 
-def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]) -> list[int]:
+def _followed(tokens: Sequence[int], parents: Sequence[int], samples: Sequence[int]) -> list[int]:
     """Returns the path from the root on which every node is the target's token after its parent.
 
     Of siblings with the same token the first is taken, whatever the target drew after them: a
@@ -172,7 +174,7 @@ def _followed(tokens: Sequence[int], parents: Sequence[int], said: Sequence[int]
     """
     path, last = [], -1
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if parent == last and token == said[last + 1]:
+        if parent == last and token == samples[last + 1]:
             path.append(node)
             last = node
     return path
@@ -193,12 +195,12 @@ def match_samples(
     drafts: Tensor, lengths: Tensor, p: Tensor, sampler: Sampler, uniforms: Tensor
 ) -> Verdict:
     """Accepts the drafts that equal the target's own tokens: a sample from p of each column."""
-    said = sampler(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
-    accepted = accepted_lengths(said[:, : drafts.shape[1]] == drafts, lengths)
+    samples = sampler(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
+    accepted = accepted_lengths(samples[:, : drafts.shape[1]] == drafts, lengths)
     return Verdict(
         accepted,
-        said.gather(1, accepted[:, None]).squeeze(1),
-        p.gather(-1, said[..., None]).squeeze(-1),
+        samples.gather(1, accepted[:, None]).squeeze(1),
+        p.gather(-1, samples[..., None]).squeeze(-1),
     )
 
 
@@ -281,19 +283,19 @@ class Typical:
         p = scores.p()
         # REPLACE first: TOKEN drew the draft of the same position.
         uniforms = tree.by_column(uniforms).flip(-1)
-        said = self.draw(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
+        samples = self.draw(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
         kept = plausible(_before(tree, p), tree.tokens, self.epsilon, self.delta)
         if not tree.branches:
             accepted = accepted_lengths(kept, tree.lengths)
             drafts = p[:, : tree.m].gather(-1, tree.tokens[..., None]).squeeze(-1)
             along = torch.nn.functional.pad(drafts, (0, 1))
-            token = said.gather(1, accepted[:, None])
+            token = samples.gather(1, accepted[:, None])
             drawn = p[torch.arange(len(p), device=p.device), accepted].gather(1, token)
             return Verdict(accepted, token.squeeze(1), along.scatter(1, accepted[:, None], drawn))
         paths = [
             _longest(parents, own) for parents, own in zip(tree.parents, kept.tolist(), strict=True)
         ]
-        return _along(tree, paths, said, p)
+        return _along(tree, paths, samples, p)
 
 
 def _before(tree: DraftTree, p: Tensor) -> Tensor:
@@ -317,11 +319,11 @@ def _longest(parents: Sequence[int], kept: Sequence[bool]) -> list[int]:
     return max(paths.values(), key=len)
 
 
-def _along(tree: DraftTree, paths: Sequence[list[int]], said: Tensor, p: Tensor) -> Verdict:
+def _along(tree: DraftTree, paths: Sequence[list[int]], samples: Tensor, p: Tensor) -> Verdict:
     """Makes the verdict on trees whose kept paths are given."""
     longest = max(map(len, paths))
     last = torch.tensor([path[-1] + 1 if path else 0 for path in paths], device=p.device)
-    token = said.gather(1, last[:, None]).squeeze(1)
+    token = samples.gather(1, last[:, None]).squeeze(1)
     probs = p.new_zeros(len(paths), longest + 1)
     for b, path in enumerate(paths):
         columns = [0, *(node + 1 for node in path)]

@@ -1,8 +1,8 @@
-"""Proofs about the schemas of one document: which of them no value fits together, and schemas
-that are the opposites of others.
+"""Proofs about the schemas of one document, and schemas of the values that do not fit another one.
 
-A value that fits a schema fits every keyword of it. So a keyword that is not read here only makes
-the answer more careful: a proof from the keywords that are read holds for the whole schemas.
+A proof shows that no value fits several schemas at once. A value that fits a schema fits every
+keyword of it. So a keyword that is not read here only makes the answer more careful: a proof from
+the keywords that are read holds for the whole schemas.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Proofs:
     ) -> Sequence[Schema] | None:
         """Returns alternatives of an `anyOf` that take the same values as those of a `oneOf`.
 
-        Values that two alternatives take are none of a `oneOf`: they are left out of all of them,
-        as null of `[{"type": ["string", "null"]}, {"type": ["number", "null"]}]`. None is returned
-        where it is not proved which values these are.
+        A `oneOf` refuses the values that two alternatives take: all alternatives lose them, as null
+        in `[{"type": ["string", "null"]}, {"type": ["number", "null"]}]`. Returns None where there
+        is no proof of the values that these are.
 
         Args:
             context: the schema beside the alternatives.
@@ -78,9 +78,9 @@ class Proofs:
     def _types_alone(
         self, context: Schema, alternatives: Sequence[Schema]
     ) -> list[list[str]] | None:
-        """Returns the types of which each alternative takes values that no other takes.
+        """Returns for each alternative the types whose values it takes and no other one does.
 
-        None is returned if two alternatives may share some values of a type, and not all of them.
+        Returns None if two alternatives may share some values of a type, and not all of them.
         """
         kept: list[list[str]] = [[] for _ in alternatives]
         for kind in TYPES:
@@ -169,15 +169,15 @@ class Proofs:
 
 
 def _required_names(alternatives: Sequence[Schema]) -> list[str]:
-    """Returns the names that alternatives require, if each says that one key is required, no more.
+    """Returns the names that alternatives require, if each requires one and has no other keyword.
 
     The list is empty for other alternatives.
     """
     names = []
     for one in alternatives:
-        said = {k: v for k, v in _dict(one).items() if k not in REMARKS}
-        required = _list(said.pop("required", None))
-        if said not in ({}, {"type": "object"}) or len(required) != 1:
+        keywords = {k: v for k, v in _dict(one).items() if k not in REMARKS}
+        required = _list(keywords.pop("required", None))
+        if keywords not in ({}, {"type": "object"}) or len(required) != 1:
             return []
         names += required
     return names if len(set(names)) == len(names) else []
@@ -210,7 +210,7 @@ _OPPOSITES = {
 def without_conditions(schema: Part) -> Part:
     """Returns a schema with alternatives in the place of `not`, `if` and `dependent...`.
 
-    It stays as it is, and is refused, where no schema is the opposite of another one.
+    Returns the schema itself, which is then refused, where no schema expresses an opposite.
     """
     if not schema.keys() & {*_CONDITIONS}:
         return schema
@@ -223,7 +223,7 @@ def without_conditions(schema: Part) -> Part:
 
 
 def _choices(schema: Part) -> Iterator[list[Schema]]:
-    """Yields the alternatives of each condition; None among them where no schema says one."""
+    """Yields the alternatives of each condition; None for one that no schema expresses."""
     if "not" in schema:
         yield [_negated(schema["not"], schema)]
     if "if" in schema and schema.keys() & {"then", "else"}:
@@ -244,7 +244,7 @@ def _any_of(schemas: Sequence[Schema]) -> Schema:
 
 
 def _negated(schema: Schema, beside: Schema) -> Schema:
-    """Returns a schema of the values that do not fit another one; None if it cannot be said.
+    """Returns a schema of the values that do not fit another one; None if no schema does.
 
     Args:
         schema: the other schema.
@@ -252,8 +252,10 @@ def _negated(schema: Schema, beside: Schema) -> Schema:
     """
     if not isinstance(schema, dict):
         return not schema if isinstance(schema, bool) else None
-    beside, said = _dict(beside), {k: v for k, v in schema.items() if k not in REMARKS}
-    return _any_of([_negated_keyword(keyword, value, beside) for keyword, value in said.items()])
+    beside, keywords = _dict(beside), {k: v for k, v in schema.items() if k not in REMARKS}
+    return _any_of(
+        [_negated_keyword(keyword, value, beside) for keyword, value in keywords.items()]
+    )
 
 
 def _negated_keyword(keyword: str, value: Any, beside: Part) -> Schema:

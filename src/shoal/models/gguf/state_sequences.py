@@ -3,10 +3,10 @@
 A state has no earlier length. Of some architectures (LFM2 is one) llama.cpp keeps the states after
 each of a pass's last tokens; a target's rows go back to these, and nothing is computed again.
 
-Elsewhere llama.cpp keeps the newest states alone. So a row's states are kept before its first pass
-behind `rollback`, in llama.cpp's own buffers. (A draft model makes several passes before it goes
-back, and may go back to their beginning.) To go back means to take these states and to feed the
-tokens that stay a second time; their keys, where a layer has some, are computed again too.
+Of other architectures llama.cpp keeps the newest states alone. So before a row's first pass after
+`rollback` its states are copied, in llama.cpp's own buffers. (A draft model makes several passes
+before it goes back, and may go back to their beginning.) A row that goes back takes the copy, and
+the tokens that stay are fed again; their keys, where a layer has some, are computed again too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RowPass(NamedTuple):
 
     Attributes:
         start: the number of tokens before a pass whose states llama.cpp keeps; None for others.
-        ended: True if a target's round has ended behind it, and the next pass is one, too.
+        ended: True if the pass was a round of a target, as the next pass will be.
     """
 
     start: int | None = None
@@ -138,7 +138,7 @@ class StateSequences(Sequences):
     def _keeps_states_of(self, slot: int, length: int) -> bool:
         """Returns True if llama.cpp itself keeps the states after so many tokens of the last pass.
 
-        Of the states before the pass it says so, too, but it has lost them.
+        It has lost the states before the pass, though it counts them among those that it keeps.
         """
         start, taken = self._rounds[slot].start, self._stored[slot] - length
         return start is not None and start < length and taken <= self.snapshots
@@ -243,21 +243,21 @@ class StateSequences(Sequences):
             )
         if base.states is not None:
             size = len(base.states)
-            lib.llama_state_seq_set_data_ext(self.context, base.states, size, slot, _kept_there())
+            lib.llama_state_seq_set_data_ext(self.context, base.states, size, slot, _copy_flags())
         if not lib.llama_memory_seq_rm(self.memory, slot, base.length, -1):
             raise ModelError(f"{self._model.file}: llama.cpp cannot read a row's states in again")
         return base
 
     def _states(self, slot: int) -> ctypes.Array[ctypes.c_uint8]:
-        """Lets llama.cpp keep the states of a slot, one of each, and returns their key."""
+        """Lets llama.cpp keep a copy of a slot's states, one for each slot; returns its key."""
         lib: Any = library()
-        size = lib.llama_state_seq_get_size_ext(self.context, slot, _kept_there())
+        size = lib.llama_state_seq_get_size_ext(self.context, slot, _copy_flags())
         key = (ctypes.c_uint8 * size)()
-        lib.llama_state_seq_get_data_ext(self.context, key, size, slot, _kept_there())
+        lib.llama_state_seq_get_data_ext(self.context, key, size, slot, _copy_flags())
         return key
 
 
-def _kept_there() -> int:
-    """Returns the flags of states alone that stay where llama.cpp computes them."""
+def _copy_flags() -> int:
+    """Returns the flags of copies without keys, which stay on the device."""
     lib = library()
     return int(lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | lib.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE)

@@ -30,6 +30,7 @@ from shoal.cli.serve_options import (
     KvMemoryOption,
     MaxNOption,
     MaxTokensOption,
+    lookahead_option,
 )
 from shoal.drafting.draft import DRAFT_GUIDES, TARGET_GUIDES
 from shoal.errors import InternalError, RequestError
@@ -97,17 +98,7 @@ class BatchLimitOptions:
 class BatchSpeculation:
     """The draft lengths and the acceptance rule of all lines."""
 
-    lookahead: Annotated[
-        str,
-        speed_option(
-            "--lookahead",
-            "--k",
-            "-k",
-            metavar="LENGTH",
-            help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A "
-            "line may ask for less.",
-        ),
-    ] = "auto"
+    lookahead: Annotated[str, lookahead_option("A line")] = "auto"
     rule: Annotated[
         Rule,
         speed_option(

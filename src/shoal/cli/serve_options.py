@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from shoal.cli.files import TEMPLATE_HELP
 from shoal.cli.option_groups import (
@@ -57,6 +57,22 @@ PrefixMemoryOption = Annotated[
         show_default="an eighth, at most 1",
     ),
 ]
+
+
+def lookahead_option(who: str) -> Any:
+    """Returns the option of the draft lengths of many requests.
+
+    Args:
+        who: the beginning of a sentence: who may ask for shorter drafts.
+    """
+    return speed_option(
+        "--lookahead",
+        "--k",
+        "-k",
+        metavar="LENGTH",
+        help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. "
+        f"{who} may ask for less.",
+    )
 
 
 @dataclass(frozen=True)
@@ -209,17 +225,7 @@ class LimitOptions:
 class ServedSpeculation:
     """The draft lengths and the acceptance rule of all requests."""
 
-    lookahead: Annotated[
-        str,
-        speed_option(
-            "--lookahead",
-            "--k",
-            "-k",
-            metavar="LENGTH",
-            help="Tokens proposed per row and round: auto, a number, off, bass or heuristic. A "
-            "request may ask for less.",
-        ),
-    ] = "auto"
+    lookahead: Annotated[str, lookahead_option("A request")] = "auto"
     rule: Annotated[
         Rule,
         speed_option(

@@ -180,8 +180,8 @@ def _choices(grammar: Grammar, special: Mapping[str, int], parts: list[dict[str,
 def thought_of(grammar: Grammar, special: Mapping[str, int]) -> tuple[str, str]:
     """Returns the thought before a grammar in Lark's syntax, and the rules that it refers to.
 
-    The thought ends at the first text behind it: its own text holds that one nowhere, be it spelled
-    by other tokens.
+    The thought ends where the text behind it first occurs: the thought does not contain that text,
+    in whatever tokens it is spelled.
     """
     if grammar.thought is None:
         return "", ""

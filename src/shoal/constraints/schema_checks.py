@@ -213,7 +213,7 @@ _BESIDE = (
 def without_unevaluated(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema with `additionalProperties` and `items` for `unevaluated...`.
 
-    They say the same where no other schema beside them says something of the same value.
+    The two mean the same where no keyword beside them applies a schema to the same value.
     """
     made = dict(schema)
     pairs = (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items"))

@@ -309,7 +309,7 @@ class SlotRows:
         return True
 
     def fill(self, row: Row, most: int) -> PrefillChunk:
-        """Returns the next chunk of the row's prompt, of at most so many tokens."""
+        """Returns the next chunk of the row's prompt, of at most `most` tokens."""
         start, length = self.filled, row.entry_length - 1
         self.filled = min(start + most, length)
         self.filling = row if self.filled < length else None

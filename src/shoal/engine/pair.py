@@ -46,8 +46,8 @@ class Pair:
         choice: the choice of the method by which it drafts, by counts; None with the same
             tokenizer.
         shared: the tokens that a draft model may propose, if these are not all.
-        rule: a rule for all runs, in place of the one that they ask for (experiments); None =
-            theirs.
+        rule: a rule for all runs, in place of the one that a run asks for (experiments); None =
+            each run has its own.
         guide: the `Runner` of the guide; None = there is none.
         expert: the `Runner` of the expert; None = the target.
     """

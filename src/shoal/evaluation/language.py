@@ -7,8 +7,8 @@ exits early with code 0 prints no marker, so it has not passed its tests.
 
 A command is a step of a sandbox, with its bounds and its result.
 
-Those whose programs an interpreter reads are here: TypeScript, too, whose compiler only takes the
-types away.
+The languages that an interpreter runs are here, TypeScript among them, whose compiler only removes
+types; `shoal.evaluation.languages` adds the compiled ones.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ def groups_of(numbers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int) 
     scales in float32 with zero points the last bit may be rounded.
 
     Args:
-        numbers: [out, in] uint8, of so many bits.
+        numbers: [out, in] uint8, of `bits` bits.
         zeros: [out, groups] int16; None if all are the middle of the numbers.
         scales: [out, groups] float32.
         bits: 4 or 8.
@@ -323,7 +323,7 @@ def groups_of(numbers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int) 
 
 
 def _bits(words: int, inputs: int) -> int:
-    """Returns the bits of a number, of which so many words hold those of all inputs."""
+    """Returns the bits of each number if the numbers of all inputs fill a number of words."""
     bits = words * WORD // inputs
     if bits not in BITS or bits * inputs != words * WORD:
         raise _OtherLayout(

@@ -12,10 +12,9 @@ of the time to a command's first token. So Transformers is told that they are no
 classes are imported, and a stand-in takes the place of the compiler until something of it is
 needed. Transformers finds the names that each of its files exports by the last lines of the file.
 Until the first load has ended, the collector of reference cycles runs seldom: imports make
-objects by the hundred thousand that stay. A library is told nothing: its process belongs to the
-user, who may train in it. A user's
-module may ask for the compiler at any time. It then gets the compiler itself, which learns of the
-functions that were marked before.
+objects by the hundred thousand that stay. All this is done for a command alone: the process of a
+library belongs to the user, who may train in it. A user's module may ask for the compiler at any
+time. It then gets the compiler itself, which learns of the functions that were marked before.
 """
 
 from __future__ import annotations

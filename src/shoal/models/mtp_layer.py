@@ -257,9 +257,9 @@ def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
 def _hide_first(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> Any:
-    """Computes attention that sees no token without a state: a row's first cells are theirs.
+    """Computes attention that sees no token without a state, which stand in a row's first cells.
 
-    A feature that is appended to queries and keys hides it, whatever the layer stores.
+    A feature that is appended to queries and keys hides these cells, whatever the layer stores.
     """
     options["scaling"] = options.get("scaling") or query.shape[-1] ** -0.5
     first = torch.zeros_like(key[..., :1])

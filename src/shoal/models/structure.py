@@ -94,8 +94,8 @@ def counts_columns(hf: Any) -> bool:
 def last_column(hf: Any) -> int | Tensor:
     """Returns the value of `logits_to_keep` for the last column of a pass.
 
-    A number lets models whose last layers read the keys of others (Gemma 4, Gemma 3n) compute these
-    layers for so many tokens alone, and the other tokens of a pass are then gone.
+    Given a number, models whose last layers read the keys of others (Gemma 4, Gemma 3n) compute
+    these layers for that many tokens only, and the other tokens of the pass are lost.
     """
     config = hf.config.get_text_config() if hasattr(hf.config, "get_text_config") else hf.config
     sharing = getattr(config, "num_kv_shared_layers", None)

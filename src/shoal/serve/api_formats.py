@@ -40,7 +40,7 @@ class TextPlaces:
         self._echoed, self._echo_length = 0, 0
 
     def echo(self, text: str, tokens: int) -> None:
-        """Notes that the choice begins with the text of a prompt, of so many tokens."""
+        """Notes that the choice begins with the text of a prompt of `tokens` tokens."""
         self._echoed, self._echo_length = tokens, len(text)
 
     def leave_echo(self) -> None:

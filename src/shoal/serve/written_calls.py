@@ -48,7 +48,8 @@ def _elements(call: str, argument: str, text: str, schemas: Mapping[str, Any]) -
 def typed(text: str, schema: Any, key: str) -> str:
     """Returns the JSON text of an argument's text, by the schema of its tool.
 
-    A text is a string where the schema says so, else the JSON that it is, else a string.
+    A text that reads as JSON is that value, if the schema has a value of its type there, or no
+    string. Any other text is a string.
     """
     properties = schema.get("properties") if isinstance(schema, dict) else None
     own = properties.get(key) if isinstance(properties, dict) else None

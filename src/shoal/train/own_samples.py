@@ -211,7 +211,7 @@ class OwnSamples:
 
 
 def stored_prompts(count: int) -> list[str]:
-    """Returns so many prompts of stored problems, or all 10,400."""
+    """Returns `count` prompts of stored problems; all 10,400 if there are no more."""
     problems = stored_problems("prompts")
     if count > len(problems):
         problems += stored_problems("corpus")

@@ -1,7 +1,7 @@
 """The attention over rows of unequal lengths, functions of tensors and masks; here their inputs.
 
-The inputs of every method are the tensors of one layer and the masks of the pass. The visible keys
-are told by positions, prefixes and words of bits, as each method needs.
+The inputs of every method are the tensors of one layer and the masks of the pass. A mask describes
+the visible keys by positions, by prefixes and by words of bits; a method reads the form it needs.
 
 The package does not import Transformers (`shoal.models.bridge` does), and keeps nothing that
 outlives a pass.

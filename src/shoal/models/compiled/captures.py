@@ -5,8 +5,8 @@ A graph knows the tensors of a cache by their addresses. So captured rounds belo
 next engine finds the rounds of the last one.
 
 A row never ends because a capture failed. A kind of round that failed is not captured again; the
-other kinds are. Where memory was short, all captured rounds over these caches let go of theirs, and
-captures wait. Only replaced weights, or several kinds that failed, end captured rounds for good.
+other kinds are. Where memory was short, all rounds over these caches are dropped, and captures
+wait. Only replaced weights, or several kinds that failed, end captured rounds for good.
 """
 
 from __future__ import annotations

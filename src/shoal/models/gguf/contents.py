@@ -1,9 +1,10 @@
 """The contents of a GGUF file: its facts, by llama.cpp's functions, and its weights as groups.
 
-Its rotary positions are told in the terms of Transformers. llama.cpp divides all frequencies by one
-factor ("linear"), mixes divided and undivided ones and makes cosines larger ("yarn"; Peng et al.
-2023, arXiv 2309.00071), or divides each by a factor of its own, a tensor of the file (Llama 3.1).
-Transformers computes the same of the same numbers. A file that asks for more goes to llama.cpp.
+Rotary positions become the settings that Transformers has for them. llama.cpp divides all
+frequencies by one factor ("linear"), mixes divided and undivided ones and makes cosines larger
+("yarn"; Peng et al. 2023, arXiv 2309.00071), or divides each by a factor of its own, a tensor of
+the file (Llama 3.1). Transformers computes the same by the same numbers. A file with other settings
+is computed by llama.cpp.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
     It is the matrix of the one layer, or that of all layers, one below the other. Several layers
     get a common matrix, packed if the weight of the first is. From then on their weights and biases
     are rows of the matrix, so nothing is stored twice, and a write into them is a write into the
-    matrix. `matches` says whether the matrix is still theirs. The weights of several layers must
-    not be tied to others.
+    matrix. `matches` tells whether the layers still have the matrix. The weights of several layers
+    must not be tied to others.
 
     Raises:
         ValueError: some have a bias and some have none, or unlike inputs or dtypes.
@@ -95,7 +95,7 @@ def _of_panels(layers: Sequence[nn.Linear], bias: Tensor | None) -> Matrix | Non
 def matches(matrix: Matrix, layers: Sequence[nn.Linear]) -> bool:
     """Returns True if these layers still compute by this matrix.
 
-    If a weight or bias of theirs was replaced by another tensor, they do not.
+    They do not if one of their weights or biases was replaced by another tensor.
     """
     return all(
         _is_part(matrix, start, layer) for layer, start in zip(layers, starts(layers), strict=True)

@@ -50,7 +50,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _place(size: int) -> tuple[mmap.mmap, int]:
-    """Returns a mapping, and the offset of so many free bytes in it."""
+    """Returns a mapping, and the offset of `size` free bytes in it."""
     global _shared
     if size > CHUNK // 4:
         return mapping(size), 0

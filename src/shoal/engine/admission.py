@@ -100,7 +100,7 @@ class Prefixes(Protocol):
         raise NotImplementedError
 
     def awaited(self, row: Row, other: Row) -> int:
-        """Returns how many of them will be kept once the other row has had a round."""
+        """Returns how many tokens will be kept once the other row has had a round."""
         raise NotImplementedError
 
 

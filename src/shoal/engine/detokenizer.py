@@ -56,7 +56,7 @@ class MarkedText:
             self.text += name
 
     def unmarked(self, position: int) -> int:
-        """Returns the characters of the row's own text before a position of this one."""
+        """Returns the position in the row's own text of a position in the text with names."""
         return position - sum(
             min(position - start, length) for start, length in self._names if start < position
         )

@@ -203,7 +203,7 @@ class _Piece:
 
 
 def _closure(names: Iterable[str], pieces: Iterable[_Piece]) -> set[str]:
-    """Returns names, and all names that the pieces that bind them read or bind."""
+    """Adds to names those in the pieces that bind them, until no further piece binds one."""
     found, left = set(names), list(pieces)
     while taken := [piece for piece in left if piece.binds & found]:
         left = [piece for piece in left if not piece.binds & found]
@@ -216,7 +216,7 @@ def _closure(names: Iterable[str], pieces: Iterable[_Piece]) -> set[str]:
 
 
 def _cut_python(problem: Problem, text: str) -> str:
-    """Leaves out the lines of statements that only use the entry point, or that it does not need.
+    """Leaves out the lines of statements that the entry point does not need.
 
     A statement that is no definition stays if it binds or changes a name that the entry point
     needs.

@@ -283,7 +283,7 @@ class Solutions:
 
 
 def _names(pairs: Sequence[Solution]) -> list[str]:
-    """Returns the task ids; a further completion of the same problem has its number behind it."""
+    """Returns the task ids; the second completion of a problem is "ID (2)", and so on."""
     seen: Counter[str] = Counter()
     names = []
     for problem, _ in pairs:

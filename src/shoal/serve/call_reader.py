@@ -129,7 +129,7 @@ class CallEnd:
 
 
 def _behind_name(form: str, text: str) -> int:
-    """Returns the place behind the text between a name and JSON; -1 while it is not there."""
+    """Returns the place of the JSON behind a name and its mark; -1 while there is no mark."""
     at = text.find(NAME_ENDS[form])
     return at if at < 0 else at + len(NAME_ENDS[form])
 

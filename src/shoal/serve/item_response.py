@@ -62,7 +62,7 @@ def renamed() -> Iterator[None]:
 
 
 def _renamed(text: str) -> str:
-    """Returns a text with the name of the field that it begins with, or quotes first, replaced."""
+    """Replaces the name of a field at the beginning of a text, or the first one in quotes."""
     return FIRST_NAME.sub(lambda found: found[1] + NAMES[found[2]], text)
 
 

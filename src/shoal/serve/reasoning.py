@@ -91,7 +91,7 @@ class ReasoningRules:
 
 
 def opened(grammar: Grammar, opening: str) -> Grammar:
-    """Returns the grammar with a text before its texts, and before those in their place."""
+    """Returns the grammar with an opening before its texts, and before the alternatives' texts."""
     instead = opened(grammar.instead, opening) if grammar.instead else None
     return replace(grammar, opening=opening + grammar.opening, instead=instead)
 
@@ -175,7 +175,7 @@ class ReasoningReader:
             self._over = True
 
     def _reasoned(self, ended: bool) -> str:
-        """Returns reasoning, without an end that may become the closing, or stand before it."""
+        """Returns reasoning; blanks and a possible beginning of the closing wait."""
         closing = self._marks.closing
         found = self._waiting.find(closing)
         self.characters = self._read

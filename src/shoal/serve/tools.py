@@ -104,7 +104,7 @@ def told_by_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def _in_turns(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages in which a user speaks once at a time, as many templates want it."""
+    """Joins consecutive messages of a user: many templates allow no two in a row."""
     found = list[Message]()
     for message in messages:
         if found and message.role == found[-1].role == "user":

@@ -55,7 +55,7 @@ def ends_program(text: str) -> bool:
 
 
 def _ends(begun: str, text: str) -> bool:
-    """Returns True if the text may end a program when it begins behind these characters."""
+    """Returns True if a program may end with the characters of a state and the text."""
     lines = _lines(begun, text)
     return lines is not None and all(map(_parses, _segments(lines)))
 

@@ -150,7 +150,7 @@ class Fault(NamedTuple):
     end: int
 
     def is_part_of(self, other: Fault) -> bool:
-        """Returns True if this may be the other, which tree-sitter may end elsewhere now."""
+        """Returns True if both may be one fault, which tree-sitter ends at another place now."""
         return self.sides == other.sides and self.start <= other.end and other.start <= self.end
 
 
@@ -267,7 +267,7 @@ class CursorTrees:
         return found
 
     def _placed(self, start: int, end: int, size: int) -> Fault:
-        """Returns the fault at two offsets; an empty one belongs to the text that it follows."""
+        """Returns the fault between two offsets; an empty fault belongs to the text before it."""
         behind = self._cursor + size
         first = _LEFT if start < self._cursor else _RIGHT if start >= behind else _MIDDLE
         last = _LEFT if end <= self._cursor else _RIGHT if end > behind else _MIDDLE

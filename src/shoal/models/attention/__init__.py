@@ -92,7 +92,7 @@ class Masks:
         return made
 
     def both_ways(self) -> Masks:
-        """Returns the masks of the pass if a column sees those of its row behind it, too."""
+        """Returns masks of the pass by which a column also sees the columns behind it."""
         layout = self.layout
         if not isinstance(layout, Plan):
             raise InternalError("attention goes one way in captured passes")

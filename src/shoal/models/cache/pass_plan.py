@@ -259,7 +259,7 @@ class Plan(PassRows):
         return np.array(values, dtype=np.int64)[:, None]
 
     def both_ways(self) -> Plan:
-        """Returns the same layout, in which a column sees those of its row behind it, too."""
+        """Returns the layout in which a column also sees the columns of its row behind it."""
         other = copy.copy(self)
         other.__dict__.pop("words", None)
         every = np.bitwise_or.reduce(_own(self.q))

@@ -75,7 +75,7 @@ class StateCache(SlotCache):
     def enter(
         self, slot: int, prefix: Prefix | None = None, begun: HeldStates | None = None
     ) -> None:
-        """Lets a new row take the slot, without tokens, or with those of states to go on from."""
+        """Lets a new row take the slot, without tokens, or with the tokens of stored states."""
         super().enter(slot, prefix)
         self._row_states[slot] = RowStates()
         if begun is not None:

@@ -200,7 +200,7 @@ def _pre_tokenizer(name: str) -> Any:
 
 
 def _add_ends(backend: tokenizers.Tokenizer, metadata: _Metadata) -> None:
-    """Makes the tokenizer put those tokens at a text's ends that the file names."""
+    """Makes the tokenizer add the tokens that the file names for the ends of a text."""
     tokens = dict(metadata.named_tokens())
     first = tokens.get("bos") if metadata.number("tokenizer.ggml.add_bos_token") else None
     last = tokens.get("eos") if metadata.number("tokenizer.ggml.add_eos_token") else None

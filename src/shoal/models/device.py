@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -148,12 +147,7 @@ class explained:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (MemoryError, RuntimeError, OSError)) and is_out_of_memory(error):
             raise OutOfMemory(
                 f"{self._who}: out of memory ({error}); {ADVICE}"
@@ -306,12 +300,7 @@ class _TimedPass(explained):
         self._counts = counts
         counts._spans.begin()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)
         if error is None:
             self._counts._spans.end()

@@ -40,10 +40,10 @@ from shoal.types.requests import Row
 
 
 class Uniforms(Protocol):
-    """Returns the uniforms of a round of the rows, on the host, [rows, positions, ...] float64."""
+    """A function of the uniforms of a round's rows, on the host, [rows, positions, ...] float64."""
 
     def __call__(self, positions: int, later: int = 0, /) -> Tensor:
-        """Returns those of the next `positions` positions, in the round `later` rounds from now."""
+        """Returns the uniforms of the next `positions` positions, `later` rounds from now."""
         ...
 
 

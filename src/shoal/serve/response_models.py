@@ -336,14 +336,14 @@ class ItemUsage(BaseModel):
 
 
 class FailedAnswer(BaseModel):
-    """Why an answer ended."""
+    """The error that ended an answer."""
 
     code: str
     message: str
 
 
 class IncompleteAnswer(BaseModel):
-    """Why an answer did not end by itself; `usage.choices` knows more."""
+    """The reason for which an answer was cut; `usage.choices` has more."""
 
     reason: Literal["max_output_tokens"]
 

@@ -18,7 +18,7 @@ from shoal.bench import decoding_methods, machine
 from shoal.bench.machine import BusyProcess
 from shoal.cli import run
 from shoal.cli.check import affordable, prompt_sets
-from shoal.cli.check_case import BASELINE_TOKENS, LEAST_TOKENS, CheckCase, Effort, Measured
+from shoal.cli.check_case import BASELINE_TOKENS, LEAST_TOKENS, CheckCase, Effort, MethodTimings
 from shoal.cli.check_drafters import PUBLISHED, SHORT, compared_drafters, published
 from shoal.cli.check_model import turn_end
 from shoal.cli.check_pair import WORTHWHILE, _speed_up, _tenths, runs_of
@@ -192,7 +192,7 @@ def test_a_baseline_that_cannot_run_is_named(check: Callable[..., Any], monkeypa
 @pytest.mark.parametrize(("seconds", "verdict"), [(1.0, "ok"), (2.0, "warn")])
 def test_what_was_measured_decides_not_what_was_predicted(seconds: float, verdict: str) -> None:
     tokens = {"off": 16, "fixed:3": 16, "hf": 8}
-    measured = Measured(3, 1, 2, 8, {"off": 2.0, "hf": 1.5, "fixed:3": seconds}, tokens, {})
+    measured = MethodTimings(3, 1, 2, 8, {"off": 2.0, "hf": 1.5, "fixed:3": seconds}, tokens, {})
     for predicted in (0.5, 1.5):
         found = _speed_up("speed-up", dict.fromkeys(range(1, 9), predicted), measured)
         assert (found.status, found.data["best_k"]) == (verdict, 3 if verdict == "ok" else 0)

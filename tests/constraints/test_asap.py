@@ -21,7 +21,7 @@ from enumeration import chi_square
 from particles import EOS, NEW, PROMPT, ROWS, SCRIPT, Asked, Masked, V, by_script, deviation
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints.dressing import weighed
-from shoal.constraints.estimates import Estimates, PrefixNode, Seen, log_weights
+from shoal.constraints.estimates import DrawnValues, Estimates, PrefixNode, log_weights
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
@@ -263,7 +263,7 @@ def late(right: Callable[..., list[float]]) -> Callable[..., list[float]]:
 
     def wrong(node: PrefixNode, block: Sequence[int], inside: Any) -> list[float]:
         p, drawn = inside.exp(), inside[range(len(block)), list(block)].exp()
-        node.learn(block, [Seen(V, float(one), float(own.sum() - one)) for own, one in zip(p, drawn, strict=True)])
+        node.learn(block, [DrawnValues(V, float(one), float(own.sum() - one)) for own, one in zip(p, drawn, strict=True)])
         return right(node, block, inside)
 
     return wrong
@@ -290,7 +290,7 @@ def test_probabilities_after_masking_show_in_what_is_learned(monkeypatch: pytest
 def test_beginnings_that_are_not_told_show_in_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the beginnings of a row's round are computed anew, and none before them."""
 
-    def wrong(self: PrefixNode, block: Sequence[int], seen: Sequence[Seen]) -> PrefixNode | None:
+    def wrong(self: PrefixNode, block: Sequence[int], seen: Sequence[DrawnValues]) -> PrefixNode | None:
         parent, self.parent = self.parent, None
         found = right(self, block, seen)
         self.parent = parent
@@ -352,7 +352,7 @@ def test_tries_that_were_used_least_recently_are_given_up() -> None:
     rows = {owner: Row(request(0, owner=owner), 0, 0, 0, list(PROMPT), frozenset(), 99) for owner in "abc"}
     for owner in "ab":
         kept.begin([rows[owner]])
-        rows[owner].beginning.learn([0], [Seen(2, 0.25, 0.25)])
+        rows[owner].beginning.learn([0], [DrawnValues(2, 0.25, 0.25)])
     kept.begin([rows["a"]])
     kept.begin([rows["c"]])
     assert kept.nodes == 2

@@ -16,7 +16,7 @@ from shoal.constraints import masks
 from shoal.constraints.alignment import Alignment, AlignmentVocabulary, back_off, vocabulary_of
 from shoal.constraints.compiler import Grammars, grammars_of
 from shoal.constraints.dressing import EXACT, weighed
-from shoal.constraints.estimates import Estimates, Seen, weigh
+from shoal.constraints.estimates import DrawnValues, Estimates, weigh
 from shoal.constraints.filters import containing, matching, only_words, without
 from shoal.constraints.fim import MiddlePrompt, middle_prompt, nearest
 from shoal.constraints.grammar import GrammarConstraint, TextState
@@ -407,7 +407,7 @@ def test_estimates_multiply_probabilities_at_any_temperature() -> None:
     estimates = Estimates()
     estimates.begin([row])
     root = row.beginning
-    root.learn([0, 1], [Seen(3, 0.5, 0.5), Seen(2, 0.1, 0.15)])
+    root.learn([0, 1], [DrawnValues(3, 0.5, 0.5), DrawnValues(2, 0.1, 0.15)])
     first = root.children[0]
     assert first.estimate == pytest.approx(0.25)  # 0.1 of the token that was drawn, and what was not
     assert root.estimate == pytest.approx(0.5 * 0.25 + 0.5)
@@ -424,14 +424,14 @@ def test_beginnings_are_kept_as_long_as_there_is_room() -> None:
     estimates, asked = Estimates(most=2), [row_of(estimated=True, sampling=Sampling(top_k=k)) for k in range(2)]
     estimates.begin(asked[:1])
     root = asked[0].beginning
-    assert root.learn([0, 1, 2], [Seen(3, 0.5, 0.5)] * 3) is None  # there is room for two
+    assert root.learn([0, 1, 2], [DrawnValues(3, 0.5, 0.5)] * 3) is None  # there is room for two
     assert estimates.nodes == 2
     assert root.after([0, 1]) is not None
     assert root.after([0, 1, 2]) is None
     estimates.begin(asked[1:])  # the other question takes the room
     assert estimates.nodes == 0
-    assert root.learn([5], [Seen(3, 0.5, 0.5)]) is None  # what was given up grows no more
-    assert asked[1].beginning.learn([5], [Seen(3, 0.5, 0.5)]) is not None
+    assert root.learn([5], [DrawnValues(3, 0.5, 0.5)]) is None  # what was given up grows no more
+    assert asked[1].beginning.learn([5], [DrawnValues(3, 0.5, 0.5)]) is not None
     assert estimates.nodes == 1
 
 

@@ -24,7 +24,7 @@ from shoal.config import Limits, Sampling
 from shoal.drafting.protocol import DraftInputs
 from shoal.engine.memory import grown
 from shoal.errors import RequestError
-from shoal.lookahead.acceptance import Tried
+from shoal.lookahead.acceptance import DraftOutcome
 from shoal.lookahead.controller import Fixed, PairCosts, by_name
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
@@ -268,7 +268,7 @@ def test_padding_of_silent_rows_teaches_auto_nothing() -> None:
     """Their confidences are those of no text; only rows that were drafted for move the estimates."""
     target, drafter = (scripted(hashed(12, 0), 12, context) for context in (40, 8))
     controller = auto({1: 1.0, 64: 1.0}, 0.01, 0.9)
-    learned: list[Tried] = []
+    learned: list[DraftOutcome] = []
     acceptance = controller.costs.acceptance
     learn = acceptance.learn
     acceptance.learn = lambda rows, rounds: (learned.extend(rounds), learn(rows, rounds))  # type: ignore[method-assign, assignment, func-returns-value]

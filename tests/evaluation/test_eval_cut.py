@@ -101,10 +101,10 @@ def test_what_is_counted() -> None:
 
     cut, other = Cut(SOLVED, "word", 20, 17), Cut(SOLVED, "space", 16, 15)
     found = [
-        cut_programs.Written(cut, NAIVE, ["bad", "bad", "wrong"], 1.0),
-        cut_programs.Written(cut, ALIGNED, ["good", "good", "wrong"], 3.0),
-        cut_programs.Written(cut, UNCUT, ["good", "good", "good"], 2.0),
-        *(cut_programs.Written(other, variant, ["wrong"], 1.0) for variant in VARIANTS),
+        cut_programs.VariantSamples(cut, NAIVE, ["bad", "bad", "wrong"], 1.0),
+        cut_programs.VariantSamples(cut, ALIGNED, ["good", "good", "wrong"], 3.0),
+        cut_programs.VariantSamples(cut, UNCUT, ["good", "good", "good"], 2.0),
+        *(cut_programs.VariantSamples(other, variant, ["wrong"], 1.0) for variant in VARIANTS),
     ]
     word, space = cut_programs.summary(list(cut_programs.graded(found, grader)))
     assert (word["kind"], word["cuts"], word["samples"]) == ("word", 1, 3)

@@ -23,7 +23,7 @@ from laws import ALPHA, P, Q, joint
 from policies import KnownCosts, auto
 from shoal.engine.engine import Engine
 from shoal.lookahead import safeguards
-from shoal.lookahead.acceptance import Acceptance, Record, Tried
+from shoal.lookahead.acceptance import Acceptance, DraftOutcome, Record
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
 from shoal.lookahead.costs import CostCurve, rounded
 from shoal.lookahead.plan import Unfed, best_plan
@@ -131,7 +131,7 @@ def test_acceptance_is_learned_by_position_row_and_confidence() -> None:
         confidence = rng.choice([0.35, 0.99], size=(4, 2))
         passes = rng.random((4, 2)) < np.where(confidence > 0.5, 0.95, 0.3) * np.array([1.0, 0.6])
         accepted = passes.cumprod(axis=0).sum(axis=0)
-        acceptance.learn(rows, [Tried([4, 4], accepted.tolist(), list(confidence))])
+        acceptance.learn(rows, [DraftOutcome([4, 4], accepted.tolist(), list(confidence))])
     by_position = acceptance.by_position(rows)
     assert by_position.shape == (2, 4)
     assert (by_position[0] > by_position[1]).all()
@@ -145,7 +145,7 @@ def test_positions_that_were_looked_at_and_left_count_with_their_estimate() -> N
     """Otherwise only the confident places would be counted, and every text would seem easy."""
     acceptance = Acceptance(4)
     for _ in range(200):
-        acceptance.learn(("row",), [Tried([1], [1], [np.array([0.99]), np.array([0.05])])])
+        acceptance.learn(("row",), [DraftOutcome([1], [1], [np.array([0.99]), np.array([0.05])])])
     by_position = acceptance.by_position(("row",))[0]
     assert by_position[0] > 0.9
     assert by_position[1] < 0.5
@@ -159,7 +159,7 @@ def test_rounds_learned_together_teach_what_they_teach_one_by_one() -> None:
         drafted = rng.integers(0, 5, size=3)
         drafted[i % 3] = 4
         looked = [] if i % 10 == 9 else [rng.random(3) for _ in range(4 + i % 2)]
-        rounds.append(Tried(drafted.tolist(), rng.integers(0, drafted + 1).tolist(), looked))
+        rounds.append(DraftOutcome(drafted.tolist(), rng.integers(0, drafted + 1).tolist(), looked))
     together, singly = Acceptance(6), Acceptance(6)
     for i in range(0, 40, 8):
         together.learn(rows, rounds[i : i + 8])
@@ -176,7 +176,7 @@ def test_many_outcomes_do_not_throw_a_rows_estimate_beyond_them() -> None:
     """Eight rounds of 16 drafts that were all accepted, or not: the row's own acceptance stays within what was seen."""
     for hit in (0, 16):
         acceptance = Acceptance(16)
-        middling = [Tried([16], [hit], [np.array([0.9])] * 16) for _ in range(8)]
+        middling = [DraftOutcome([16], [hit], [np.array([0.9])] * 16) for _ in range(8)]
         acceptance.learn(("row",), middling)
         assert abs(acceptance._offsets(("row",))[0]) < 4.0
 
@@ -402,7 +402,7 @@ def test_rounds_of_the_rows_that_are_left_teach_what_they_teach_alone() -> None:
             record.narrow(left)
         drafted = rng.integers(1, 5, size=len(left))
         looked = [rng.random(len(left)).tolist() for _ in range(5)]
-        tried = Tried(drafted.tolist(), rng.integers(0, drafted + 1).tolist(), looked)
+        tried = DraftOutcome(drafted.tolist(), rng.integers(0, drafted + 1).tolist(), looked)
         record.add(tried, 1.0, 7.0)
         singly.learn(left, [tried])
     assert (record.full, record.seconds, record.tokens) == (1, 1.0, 7.0)

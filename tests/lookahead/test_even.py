@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import stopping
 import virtual
 from policies import KnownCosts, even_with_known_costs
-from shoal.lookahead.acceptance import LIMIT, Acceptance, Tried
+from shoal.lookahead.acceptance import LIMIT, Acceptance, DraftOutcome
 from shoal.lookahead.controller import LENGTHS, SLOWEST, Auto, EvenAuto, Fixed, PairCosts, Uniform, best_even_plan, by_name
 from shoal.types.rounds import Outcome
 from virtual import PassCosts, Trace, _Text
@@ -124,7 +124,7 @@ def test_lengths_are_steady_until_the_plan_is_old() -> None:
 def test_rows_are_known_by_their_outcomes_where_no_confidence_is_told() -> None:
     """A row that accepts everything and one that accepts nothing part; without outcomes they are alike."""
     known = Acceptance(LIMIT)
-    known.learn((7, 8), [Tried([4, 4], [4, 0], [])] * 20)
+    known.learn((7, 8), [DraftOutcome([4, 4], [4, 0], [])] * 20)
     sure, unsure, other = known.by_position((7, 8, 9))[:, 0]
     assert unsure < other < sure
     assert sure - unsure > 0.3

@@ -18,7 +18,7 @@ from transformers.generation import CompileConfig, ContinuousBatchingConfig
 
 from shoal.api import Shoal
 from shoal.bench import Identity, compared, first_difference
-from shoal.bench.report import Checked
+from shoal.bench.report import GreedyIdentity
 from shoal.bench.work import Case, Ids, Run, Work, timed
 from shoal.config import require_lossless
 from shoal.errors import InternalError, RequestError
@@ -307,7 +307,7 @@ class IdentityCheck:
     dtype: str
     exact: bool
     step: Callable[[str], None]
-    found: dict[tuple[str, int, str], Checked] = field(default_factory=dict)
+    found: dict[tuple[str, int, str], GreedyIdentity] = field(default_factory=dict)
     _single: dict[Ids, Ids] = field(default_factory=dict)
 
     def check(self, case: Case, work: Work, lookaheads: Sequence[str]) -> None:
@@ -326,7 +326,7 @@ class IdentityCheck:
             found = compared(work.by_prompt(plain.ids), work.by_prompt(run.ids), drafted)
             if self.exact and found.same < found.rows:
                 raise self._difference(case, name, found.place)
-            self.found[case.layout, case.batch, name] = Checked.of(found, control)
+            self.found[case.layout, case.batch, name] = GreedyIdentity.of(found, control)
 
     def compare(self, case: Case, name: str, runs: Sequence[Run], plain: Sequence[Run]) -> None:
         """Compares timed runs that were greedy themselves: they must agree as well.

@@ -32,7 +32,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Checked:
+class GreedyIdentity:
     """The greedy identity of a configuration.
 
     Attributes:
@@ -51,9 +51,9 @@ class Checked:
     control_same: int | None = None
 
     @staticmethod
-    def of(found: Identity, control: Identity | None) -> Checked:
+    def of(found: Identity, control: Identity | None) -> GreedyIdentity:
         controls = (control.rows, control.same) if control else (None, None)
-        return Checked(found.rows, found.same, found.drafted, *controls)
+        return GreedyIdentity(found.rows, found.same, found.drafted, *controls)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ReportLine:
     flops: float | None = None
     bytes: float | None = None
     peak_bytes: int | None = None
-    identity: Checked | None = None
+    identity: GreedyIdentity | None = None
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -246,5 +246,5 @@ class Report:
 
 def _line_from(data: dict[str, Any]) -> ReportLine:
     spreads = {name: Spread(*data[name]) for name in ("tokens_per_second", "speedup")}
-    identity = Checked(**data["identity"]) if data["identity"] else None
+    identity = GreedyIdentity(**data["identity"]) if data["identity"] else None
     return ReportLine(**data | spreads | {"identity": identity})

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.chat_views import Answered, ChatView
+from shoal.cli.chat_views import ChatView, MessageAnswers
 from shoal.cli.conversation import Candidate, ChatWriter, Conversation
 from shoal.cli.options import parse_lookahead
 from shoal.cli.printed_samples import follow
@@ -170,7 +170,7 @@ class ChatSession:
             raise KeyboardInterrupt
         if not found:
             raise RequestError(f"there is no answer: {result[0].samples[0].error}")
-        answered = Answered(turn.text, len(turn.answers) + 1, found, result, self.interrupted)
+        answered = MessageAnswers(turn.text, len(turn.answers) + 1, found, result, self.interrupted)
         turn.chosen = len(turn.answers)
         turn.answers += [answer for _, answer in found]
         self._view.answered(answered)

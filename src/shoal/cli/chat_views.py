@@ -33,7 +33,7 @@ LIMITS = {"length": "cut by max_new_tokens or the context", "time": "cut by the 
 
 
 @dataclass(frozen=True)
-class Answered:
+class MessageAnswers:
     """The answers to one message.
 
     Attributes:
@@ -56,21 +56,21 @@ class ChatView(Protocol):
     def growing(self, n: int, decode: Decode, split: Split) -> RunView:
         """Returns the view of n answers while they come."""
 
-    def answered(self, found: Answered) -> None:
+    def answered(self, found: MessageAnswers) -> None:
         """Shows the parts of the answers that the view did not show."""
 
     def error(self, kind: str, text: str) -> None:
         """Shows why there is no answer."""
 
 
-class Counted(Progress):
+class AnswersLine(Progress):
     """A line of progress on stderr, about n answers."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
         self._n = n
 
-    def __enter__(self) -> Counted:
+    def __enter__(self) -> AnswersLine:
         super().__enter__()
         self.expect(rows=self._n)
         return self
@@ -152,9 +152,9 @@ class TextView:
             return RunningAnswer(console, split)
         if console.is_terminal and n <= console.height - BESIDE_ROWS:
             return Board(console, [n], decode, transient=True)
-        return Counted(n)
+        return AnswersLine(n)
 
-    def answered(self, found: Answered) -> None:
+    def answered(self, found: MessageAnswers) -> None:
         """Prints several answers, and the counts."""
         notes = []
         if len(found.result[0].samples) > 1:
@@ -185,7 +185,7 @@ class JsonView:
         """Returns a view that shows nothing."""
         return Unseen()
 
-    def answered(self, found: Answered) -> None:
+    def answered(self, found: MessageAnswers) -> None:
         """Prints all answers, and the statistics."""
         self._write(
             {

@@ -70,7 +70,7 @@ PLAIN, TRANSFORMERS = "off", "hf"
 
 
 @dataclass(frozen=True)
-class Measured:
+class MethodTimings:
     """The measurements of decoding methods.
 
     The methods run in turns on the same rows to the same number of tokens.
@@ -235,7 +235,7 @@ class CheckCase:
         run = method.run(work)
         return run.seconds, run.committed, None
 
-    def measured(self, one: PromptSet, k: int) -> Measured:
+    def measured(self, one: PromptSet, k: int) -> MethodTimings:
         """Measures draft length k and plain decoding, in turns, and Transformers' `generate` once.
 
         The first two decode n rows of a prompt, prompt after prompt.
@@ -265,7 +265,7 @@ class CheckCase:
         took, made, reason = self.baseline
         if reason is None:
             seconds[TRANSFORMERS], committed[TRANSFORMERS] = took, made
-        return Measured(
+        return MethodTimings(
             k,
             len(works),
             self.n,

@@ -20,7 +20,7 @@ from shoal.cli.check_case import (
     TRANSFORMERS,
     CheckCase,
     Effort,
-    Measured,
+    MethodTimings,
 )
 from shoal.cli.check_model import training_command
 from shoal.cli.check_prompts import CheckResult, measured_on, named
@@ -122,7 +122,7 @@ def speed_up(case: CheckCase) -> Iterator[CheckResult]:
         )
 
 
-def _speed_up(name: str, predicted: dict[int, float], measured: Measured) -> CheckResult:
+def _speed_up(name: str, predicted: dict[int, float], measured: MethodTimings) -> CheckResult:
     """Judges by the measured run whether speculation pays; the prediction chose the length."""
     plain, transformers = measured.over(PLAIN), measured.over(TRANSFORMERS)
     assert plain is not None  # our own methods always run

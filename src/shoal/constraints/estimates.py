@@ -42,7 +42,7 @@ _CHANGE = 1e-14
 """The relative change of an estimate from which the estimates before it are computed anew."""
 
 
-class Seen(NamedTuple):
+class DrawnValues(NamedTuple):
     """The values of p, without constraints, at a position where a row drew a token.
 
     Attributes:
@@ -85,7 +85,7 @@ class PrefixNode:
         """Returns the node itself: rows that are copies of others go on from the same place."""
         return self
 
-    def learn(self, block: Sequence[int], seen: Sequence[Seen]) -> PrefixNode | None:
+    def learn(self, block: Sequence[int], seen: Sequence[DrawnValues]) -> PrefixNode | None:
         """Records the values that a row has seen at the constrained tokens of its block.
 
         Returns:

@@ -32,14 +32,14 @@ from shoal.drafting.protocol import Drafter
 from shoal.errors import OutOfStep
 from shoal.models.compiled.captured_round import CapturedRound, Launched
 from shoal.models.compiled.captures import CAPTURED, require_device
-from shoal.models.compiled.transfer import Found
+from shoal.models.compiled.transfer import RoundResults
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree, Verdict, chains
 
 
-class Decided(NamedTuple):
+class DecidedRound(NamedTuple):
     """A round up to its verdict, which is on the host.
 
     Attributes:
@@ -55,7 +55,7 @@ class Decided(NamedTuple):
     share: float
 
 
-class Begun(NamedTuple):
+class RoundUnderWay(NamedTuple):
     """A round that is under way.
 
     Attributes:
@@ -117,7 +117,7 @@ class CapturedRounds:
         uniforms: Uniforms,
         *,
         goes_on: bool = False,
-    ) -> Decided | None:
+    ) -> DecidedRound | None:
         """Computes the round of these rows; returns None if the round is left to its stages.
 
         If it is left to the stages, the caches are as they were before.
@@ -144,7 +144,7 @@ class CapturedRounds:
             else:
                 places = [row.slot for row in rows]
                 work = ahead.narrowed(places, self._target, self._drafter)
-                begun = Begun(ahead.round, work, ahead.launched, places)
+                begun = RoundUnderWay(ahead.round, work, ahead.launched, places)
                 self.launched_ahead["used"] += 1
             if begun is None:
                 return None
@@ -194,7 +194,7 @@ class CapturedRounds:
         message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _begun(self, work: DraftRound, uniforms: Uniforms) -> Begun | None:
+    def _begun(self, work: DraftRound, uniforms: Uniforms) -> RoundUnderWay | None:
         """Launches the round; returns None if its kind has failed."""
         noise = uniforms(work.k + 1).flatten(2)
         round_ = self._kinds.prepared(work, noise.shape[2])
@@ -206,9 +206,9 @@ class CapturedRounds:
         if self._runner is not None and round_.unchecked("draft"):
             with round_.comparing():
                 check_drafts(round_, work, self._runner)
-        return Begun(round_, work, round_.launch(), range(work.plan.rows))
+        return RoundUnderWay(round_, work, round_.launch(), range(work.plan.rows))
 
-    def _followed(self, begun: Begun, uniforms: Uniforms) -> RoundAhead | None:
+    def _followed(self, begun: RoundUnderWay, uniforms: Uniforms) -> RoundAhead | None:
         """Launches the round after one that is under way; returns None if that is not possible."""
         round_, work, target = begun.round, begun.work, self._target
         if not may_follow(round_, work, target, self._drafter):
@@ -220,7 +220,7 @@ class CapturedRounds:
         stores = [cache.stores_of(0)[0] for cache in caches]
         return RoundAhead(round_, work, round_.follow(noise), caches, stores)
 
-    def _ended(self, begun: Begun) -> Decided | None:
+    def _ended(self, begun: RoundUnderWay) -> DecidedRound | None:
         """Waits for the verdict; returns None if the round is left to the stages.
 
         This happens if logits are not finite.
@@ -284,7 +284,7 @@ class CapturedRounds:
                 cache.zero_non_finite(slot)
 
 
-def _outcome(found: Found, work: DraftRound) -> Decided:
+def _outcome(found: RoundResults, work: DraftRound) -> DecidedRound:
     """Returns the round in the form that the stages after the verdict take."""
     k = max(work.lengths)
     if k:
@@ -300,4 +300,4 @@ def _outcome(found: Found, work: DraftRound) -> Decided:
     accepted, following = torch.from_numpy(found.accepted), torch.from_numpy(found.tokens)
     verdict = Verdict(accepted, following, probs, raw_logprobs=logprobs)
     share = found.drafting / max(found.drafting + found.verifying, 1e-12)
-    return Decided(tree, found.logits[:, : k + 1], verdict, share)
+    return DecidedRound(tree, found.logits[:, : k + 1], verdict, share)

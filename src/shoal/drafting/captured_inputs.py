@@ -34,7 +34,7 @@ from shoal.models.cache import Plan, SlotCache
 from shoal.models.compiled.captured_round import CapturedRound, Launched
 from shoal.models.compiled.captures import compare
 from shoal.models.compiled.draft_functions import Style, check
-from shoal.models.compiled.transfer import Found, Numbers
+from shoal.models.compiled.transfer import Numbers, RoundResults
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
 
@@ -160,7 +160,9 @@ def check_drafts(round_: CapturedRound, work: DraftRound, drafter: Runner) -> No
     round_.checked("draft")
 
 
-def check_verdict(round_: CapturedRound, work: DraftRound, found: Found, target: Runner) -> None:
+def check_verdict(
+    round_: CapturedRound, work: DraftRound, found: RoundResults, target: Runner
+) -> None:
     """Compares the target's pass and the verdict with an ordinary pass and the rule.
 
     Runs after the target's pass.

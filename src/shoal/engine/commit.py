@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.constraints import masks
-from shoal.constraints.estimates import Seen, log_weights
+from shoal.constraints.estimates import DrawnValues, log_weights
 from shoal.engine.ended_rows import finish, visible_text
 from shoal.engine.multi_step import PlainRun
 from shoal.errors import RequestError, ShoalError
@@ -48,7 +48,7 @@ class Logprobs(NamedTuple):
     top: Sequence[TopLogprobs] = ()
     weights: Sequence[float] = ()
     ends: Sequence[float] = ()
-    seen: Sequence[Seen] = ()
+    seen: Sequence[DrawnValues] = ()
 
     def add(self, row: Row, taken: int) -> None:
         """Adds the values of the first `taken` tokens, which are the row's last, to the row."""
@@ -109,7 +109,7 @@ def _ends(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[
 
 def _weights(
     scores: Scores, row: Row, place: int, block: Sequence[int], columns: Sequence[int]
-) -> tuple[list[float], list[Seen]]:
+) -> tuple[list[float], list[DrawnValues]]:
     """Returns the natural logs of the weights of a row's block, and the values for estimates.
 
     A weight is the probability under p, without the row's constraints, of the tokens that the
@@ -138,7 +138,7 @@ def _weights(
     return log_weights(row.beginning, block[:count], inside), _seen(row, block[:count], inside)
 
 
-def _seen(row: Row, block: Sequence[int], inside: Tensor) -> list[Seen]:
+def _seen(row: Row, block: Sequence[int], inside: Tensor) -> list[DrawnValues]:
     """Returns the values for estimates.
 
     Args:
@@ -152,7 +152,7 @@ def _seen(row: Row, block: Sequence[int], inside: Tensor) -> list[Seen]:
     for place, token in enumerate(block):
         inside[place, [*known[place], token]] = -math.inf
     rests = inside.logsumexp(-1).exp().tolist()
-    return [Seen(*each) for each in zip(counts, drawn, rests, map(len, known), strict=True)]
+    return [DrawnValues(*each) for each in zip(counts, drawn, rests, map(len, known), strict=True)]
 
 
 def _raw(

@@ -124,7 +124,7 @@ gives the model less of the program.
 
 
 @dataclass(frozen=True)
-class Written:
+class VariantSamples:
     """The samples that a variant wrote for a cut.
 
     Attributes:
@@ -142,7 +142,7 @@ class Written:
 
 def written(
     pair: Shoal, cuts: Sequence[Cut], n: int, options: Mapping[str, Any]
-) -> Iterator[list[Written]]:
+) -> Iterator[list[VariantSamples]]:
     """Writes n samples of each cut in each variant, and yields a list of variants per cut.
 
     The variants take turns in being first; the first cut warms up.
@@ -162,7 +162,9 @@ def written(
         yield [found[variant] for variant in VARIANTS]
 
 
-def _write(pair: Shoal, cut: Cut, variant: str, n: int, options: Mapping[str, Any]) -> Written:
+def _write(
+    pair: Shoal, cut: Cut, variant: str, n: int, options: Mapping[str, Any]
+) -> VariantSamples:
     problem, end = cut.problem, ending(cut.problem.language)
     text = cut.given(whole_tokens=variant == UNCUT)
     middle: dict[str, Any] = {"suffix": problem.suffix} if problem.suffix else {"stop": end.stops}
@@ -177,10 +179,12 @@ def _write(pair: Shoal, cut: Cut, variant: str, n: int, options: Mapping[str, An
         )
         for sample in result[0].samples
     ]
-    return Written(cut, variant, completions, result.stats.seconds)
+    return VariantSamples(cut, variant, completions, result.stats.seconds)
 
 
-def graded(found: Sequence[Written], grader: Grader) -> Iterator[tuple[Written, list[Grade]]]:
+def graded(
+    found: Sequence[VariantSamples], grader: Grader
+) -> Iterator[tuple[VariantSamples, list[Grade]]]:
     """Yields each variant's samples with the grades of their completions."""
     asked: Iterable[tuple[str, str]] = [
         (each.cut.problem.task_id, text) for each in found for text in each.completions
@@ -190,7 +194,7 @@ def graded(found: Sequence[Written], grader: Grader) -> Iterator[tuple[Written, 
         yield each, [next(grades) for _ in each.completions]
 
 
-def summary(found: Sequence[tuple[Written, Sequence[Grade]]]) -> list[dict[str, Any]]:
+def summary(found: Sequence[tuple[VariantSamples, Sequence[Grade]]]) -> list[dict[str, Any]]:
     """Summarizes the samples by kind of cut.
 
     Returns:
@@ -205,7 +209,7 @@ def summary(found: Sequence[tuple[Written, Sequence[Grade]]]) -> list[dict[str, 
     ]
 
 
-def _of_kind(found: Sequence[tuple[Written, Sequence[Grade]]]) -> dict[str, Any]:
+def _of_kind(found: Sequence[tuple[VariantSamples, Sequence[Grade]]]) -> dict[str, Any]:
     uncut = {each.cut: each.seconds for each, _ in found if each.variant == UNCUT}
     variants: dict[str, Any] = {}
     for variant in VARIANTS:

@@ -67,7 +67,7 @@ class Frequencies:
         return (self._hits + self._weight * prior) / (self._trials + self._weight)
 
 
-class Tried(NamedTuple):
+class DraftOutcome(NamedTuple):
     """The outcome of the drafts of a round.
 
     Attributes:
@@ -130,7 +130,7 @@ class Acceptance:
         """
         return _shifted(self._confidences.rates(), self._offsets(rows)[:, None])
 
-    def learn(self, rows: Sequence[Hashable], rounds: Sequence[Tried]) -> None:
+    def learn(self, rows: Sequence[Hashable], rounds: Sequence[DraftOutcome]) -> None:
         """Learns from the outcomes of rounds of the same rows, the oldest first."""
         fade = self.ROW_FADE ** len(rounds)
         self._rows = {row: self._rows.get(row, 0.0) * fade for row in rows}
@@ -226,7 +226,7 @@ class Record:
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows = list(rows)
-        self.tried: list[Tried] = []
+        self.tried: list[DraftOutcome] = []
         self.seconds = self.tokens = 0.0
         self.full = 0
         # The indices in `rows` of the rows that are left; None = all.
@@ -237,7 +237,7 @@ class Record:
         places = {row: place for place, row in enumerate(self.rows)}
         self._places = [places[row] for row in rows]
 
-    def add(self, tried: Tried, seconds: float, tokens: float) -> None:
+    def add(self, tried: DraftOutcome, seconds: float, tokens: float) -> None:
         """Adds a round of the rows that are left."""
         if self._places is None:
             self.seconds += seconds
@@ -245,7 +245,7 @@ class Record:
             self.full += 1
         else:
             drafted, accepted, confidence = tried
-            tried = Tried(
+            tried = DraftOutcome(
                 self._spread(drafted, 0),
                 self._spread(accepted, 0),
                 [self._spread(sure, nan) for sure in confidence],

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.lookahead import Controller
-from shoal.lookahead.acceptance import LIMIT, Record, Tried
+from shoal.lookahead.acceptance import LIMIT, DraftOutcome, Record
 from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.plan import (
     TRIAL_ROWS,
@@ -336,7 +336,9 @@ class Auto(Controller):
         if not learning:  # the first drafts are made to learn their cost
             costs.credit.drafted(plain, spent, tokens / rows * plain - spent)
         self._record.add(
-            Tried(outcome.drafted, outcome.accepted, _known(self._confidence, self._longest)),
+            DraftOutcome(
+                outcome.drafted, outcome.accepted, _known(self._confidence, self._longest)
+            ),
             outcome.seconds - more,
             tokens,
         )

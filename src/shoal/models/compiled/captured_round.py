@@ -25,7 +25,7 @@ from shoal.models.compiled.round_functions import (
     RoundModel,
     WrittenCells,
 )
-from shoal.models.compiled.transfer import Arrival, Download, Found, unpacked
+from shoal.models.compiled.transfer import Arrival, Download, RoundResults, unpacked
 from shoal.models.device import Moments
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -264,7 +264,7 @@ class CapturedRound(RoundParts):
         for captures in self._models:
             captures.require_same_weights()
 
-    def collect(self, launched: Launched, rows: Sequence[int]) -> Found:
+    def collect(self, launched: Launched, rows: Sequence[int]) -> RoundResults:
         """Returns the results of these rows of a round; waits for them.
 
         Raises:

@@ -140,7 +140,7 @@ _TOO_FEW = 2
 """A number added to `sound` of a row whose verdict would need more candidates."""
 
 
-class Found(NamedTuple):
+class RoundResults(NamedTuple):
     """The results of a round, of its real rows.
 
     Attributes:
@@ -195,10 +195,10 @@ def packed_results(
     return packed(verdict.accepted, verdict.token, sound, verdict.probs, logprobs, *drafts)
 
 
-def unpacked(numbers: Numbers, logits: Tensor, drafting: float, verifying: float) -> Found:
+def unpacked(numbers: Numbers, logits: Tensor, drafting: float, verifying: float) -> RoundResults:
     """Unpacks the results [rows, columns] on the host; the logits are those of the same rows."""
     columns, reals, sound = logits.shape[1], numbers.view(np.float64), numbers[:, 2]
-    return Found(
+    return RoundResults(
         numbers[:, 3 + 2 * columns :],
         numbers[:, 0],
         numbers[:, 1],

@@ -26,7 +26,7 @@ from shoal.models.gguf.gguf_runner import GgufRunner
 from shoal.models.gguf.tokenizer import tokenizer_of
 
 ROWS, PROMPT, LENGTH, DRAFTS = 6, 20, 80, 4
-MADE = sequences._made
+MADE = sequences._make_context
 
 
 def unified(model: GgufModel, slots: int, room: int) -> Any:
@@ -76,7 +76,7 @@ def in_company(model: GgufModel, rows: list[list[int]]) -> list[Tensor]:
 
 def ways() -> Iterator[str]:
     for name, made in (("a buffer for each row", MADE), ("one buffer", unified)):
-        sequences._made = made
+        sequences._make_context = made
         yield name
 
 

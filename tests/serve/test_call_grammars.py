@@ -83,7 +83,7 @@ def test_a_grammar_that_bans_no_marks_is_caught(monkeypatch: pytest.MonkeyPatch)
         said = written(form, [("f", {"a": [f"x {form_of(form).closing} y"]})])
         assert not Forced(form, "text", tools).accepts(said)
         with monkeypatch.context() as changed:
-            changed.setattr("shoal.serve.call_values.holding", lambda banned: r"\x00")
+            changed.setattr("shoal.serve.call_values.texts_with", lambda banned: r"\x00")
             wrong = Forced(form, "text", tools)
         assert wrong.accepts(said)
         assert wrong.read(said)[0] or not wrong.read(said)[1] or '"x' not in wrong.read(said)[1][0].arguments, form

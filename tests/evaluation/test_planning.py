@@ -131,7 +131,7 @@ def grown(width: int = 3, **options: Any) -> TokenTree:
     return tree
 
 
-def test_p_ucb_is_that_of_the_paper_by_hand() -> None:
+def test_p_ucb_is_that_of_the_paper_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """N(s) = 4, beta = ln(15 / 10) + 4 = 4.405465; sqrt(ln 4) = 1.177410."""
     tree = grown()
     tree.root.visits = 3
@@ -142,7 +142,8 @@ def test_p_ucb_is_that_of_the_paper_by_hand() -> None:
     third.visits, third.value = 2, 1.0
     assert tree.score(third) == pytest.approx(1 + 4.405465 * 0.1 * 1.177410 / 3, abs=1e-6)
     assert tree.select() is first
-    careless = grown(constant=0.0)
+    monkeypatch.setattr("shoal.evaluation.token_tree.CONSTANT", 0.0)
+    careless = grown()
     careless.root.visits = 3
     assert careless.score((careless.root.children or ())[1]) == pytest.approx(0.405465 * 0.3 * 1.177410, abs=1e-6)
 

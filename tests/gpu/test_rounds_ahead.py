@@ -243,7 +243,7 @@ def test_bits_of_first_inputs_are_compared(device: Pretend, monkeypatch: pytest.
 
 def test_inputs_are_those_that_the_host_would_fill_in(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, padding included; with rows at different lengths, some of which accept all drafts."""
-    begun = CapturedRounds._begun
+    begun = CapturedRounds._launch
     for_host: list[np.ndarray[Any, Any]] = []
 
     def filled(self: CapturedRounds, work: Any, uniforms: Any) -> Any:
@@ -276,7 +276,7 @@ def test_inputs_are_those_that_the_host_would_fill_in(device: Pretend, monkeypat
         monkeypatch.setattr(CapturedRound, "follow", followed)
         expected = tokens()
         without(monkeypatch)
-        monkeypatch.setattr(CapturedRounds, "_begun", filled)
+        monkeypatch.setattr(CapturedRounds, "_launch", filled)
         assert tokens() == expected
     assert len(launched) > 4
     starts = {own.tobytes() for own in for_host}

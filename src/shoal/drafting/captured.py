@@ -140,17 +140,17 @@ class CapturedRounds:
         try:
             if ahead is None:
                 work = self._kinds.round_of(rows, lengths)
-                begun = None if work is None else self._begun(work, uniforms)
+                running = None if work is None else self._launch(work, uniforms)
             else:
                 places = [row.slot for row in rows]
                 work = ahead.narrowed(places, self._target, self._drafter)
-                begun = RoundUnderWay(ahead.round, work, ahead.launched, places)
+                running = RoundUnderWay(ahead.round, work, ahead.launched, places)
                 self.launched_ahead["used"] += 1
-            if begun is None:
+            if running is None:
                 return None
             if goes_on and (ahead is None or len(rows) == len(ahead.work.rows)):
-                self._ahead = self._followed(begun, uniforms)
-            return self._ended(begun)
+                self._ahead = self._launch_next(running, uniforms)
+            return self._wait(running)
         except OutOfStep:
             raise
         except Exception as error:
@@ -194,7 +194,7 @@ class CapturedRounds:
         message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
-    def _begun(self, work: DraftRound, uniforms: Uniforms) -> RoundUnderWay | None:
+    def _launch(self, work: DraftRound, uniforms: Uniforms) -> RoundUnderWay | None:
         """Launches the round; returns None if its kind has failed."""
         noise = uniforms(work.k + 1).flatten(2)
         round_ = self._kinds.prepared(work, noise.shape[2])
@@ -208,9 +208,9 @@ class CapturedRounds:
                 check_drafts(round_, work, self._runner)
         return RoundUnderWay(round_, work, round_.launch(), range(work.plan.rows))
 
-    def _followed(self, begun: RoundUnderWay, uniforms: Uniforms) -> RoundAhead | None:
+    def _launch_next(self, running: RoundUnderWay, uniforms: Uniforms) -> RoundAhead | None:
         """Launches the round after one that is under way; returns None if that is not possible."""
-        round_, work, target = begun.round, begun.work, self._target
+        round_, work, target = running.round, running.work, self._target
         if not may_follow(round_, work, target, self._drafter):
             return None
         noise = uniforms(2 * work.k + 2, 1).flatten(2)
@@ -220,14 +220,14 @@ class CapturedRounds:
         stores = [cache.stores_of(0)[0] for cache in caches]
         return RoundAhead(round_, work, round_.follow(noise), caches, stores)
 
-    def _ended(self, begun: RoundUnderWay) -> DecidedRound | None:
+    def _wait(self, running: RoundUnderWay) -> DecidedRound | None:
         """Waits for the verdict; returns None if the round is left to the stages.
 
         This happens if logits are not finite.
         """
-        target, round_, work = self._target, begun.round, begun.work
+        target, round_, work = self._target, running.round, running.work
         round_.require_same_weights()  # while the device works
-        found = round_.collect(begun.launched, begun.places)
+        found = round_.collect(running.launched, running.places)
         for runner, passes in ((target, 1), (self._runner, work.k)):
             if runner is not None and runner.captures is not None and passes:
                 runner.captures.ran[round_.kind] += passes

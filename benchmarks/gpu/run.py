@@ -41,7 +41,7 @@ TRIALS = ("cpu", "pretend")
 """Devices on which a run says nothing but that its stages run."""
 SHORT = ("--rounds", "2", "--rows", "2", "--prompt-tokens", "9")
 SANITIZER = "compute-sanitizer"
-SANITIZED = "heads_of_real_models or (kernel_is_the_definition and bfloat16) or draws_what or next_block"
+SANITIZED = "heads_of_real_models or with_the_right_kernel or draws_what or next_block"
 """The cases that run under NVIDIA's memory checker, by which each launch takes many times as long."""
 SHOWN = 40
 """Last lines of a stage's output that the run itself shows; the log has all."""

@@ -254,6 +254,22 @@ def test_the_stages_fit_their_time(script: Any) -> None:
         assert files or stage.command[2] == "shoal"
 
 
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["run"], indirect=True)
+def test_the_memory_checker_has_cases_of_all_kernels(script: Any) -> None:
+    """Of attention, of layers and of draws; and few, as it takes long."""
+    (stage,) = (one for one in script.stages("cuda") if one.name == "sanitizer")
+    command = stage.command[stage.command.index(sys.executable) :]
+    variables = {**os.environ, "TRITON_INTERPRET": "1"}
+    told = subprocess.run(
+        [*command, "--collect-only", "-q"], env=variables, capture_output=True, text=True, check=False
+    ).stdout
+    cases = [line.partition("::")[0].rpartition("/")[2] for line in told.splitlines() if "::" in line]
+    assert set(cases) == {"fused_cases.py", "layers_cases.py", "steps_cases.py"}, told
+    assert len(cases) < 40
+
+
 @pytest.mark.parametrize("script", ["run"], indirect=True)
 def test_a_run_ends_with_a_verdict_whatever_happened(
     script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

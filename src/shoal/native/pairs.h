@@ -67,15 +67,22 @@ static void tile_of_pairs(int64_t m, int64_t n, const char *w, int64_t panel, co
 #define PAIR_TOKENS TOKENS
 #define PAIR_SUMS SUMS
 static int multiplies_pairs(void) { return 1; }
-INLINE void pair_tile(int m, int n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,
-                      const char *next, int64_t share) {
-    Asked asked = lines_asked(w, panel, 4 * LANES, width / 2, next, share);
+/* Weights of two inputs side by side for the outputs of a panel. A byte is a bfloat16 without rounding; bytes lie input by input. */
+INLINE __m512i pairs_at(int format, const char *w) {
+    if (format == BFLOAT16) return _mm512_loadu_si512(w);
+    __m512i even = _mm512_srli_epi32((__m512i)weights_bytes(w, 0), 16);
+    return _mm512_or_si512((__m512i)weights_bytes(w + LANES, 0), even);
+}
+INLINE void tile_of(int format, int m, int n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,
+                    const char *next, int64_t share) {
+    const int bytes = 2 * LANES * (format == BYTES ? 1 : 2);
+    Asked asked = lines_asked(w, panel, n, bytes, width / 2, next, share);
     __m512 sum[TOKENS][PANELS];
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < n; p++) sum[i][p] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < width; k += 2, w += 4 * LANES) {
+    for (int64_t k = 0; k < width; k += 2, w += bytes) {
         __m512i weights[PANELS];
-        UNROLL for (int p = 0; p < n; p++) weights[p] = _mm512_loadu_si512(w + p * panel);
+        UNROLL for (int p = 0; p < n; p++) weights[p] = pairs_at(format, w + p * panel);
         ask(&asked, n);
         UNROLL for (int i = 0; i < m; i++) {
             int32_t pair;
@@ -87,7 +94,11 @@ INLINE void pair_tile(int m, int n, const char *w, int64_t panel, const char *x,
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < n; p++) _mm512_storeu_ps(sums + (i * n + p) * LANES, sum[i][p]);
 }
-TILE(tile_of_pairs, pair_tile)
+#define PAIR_TILE(...) tile_of(BFLOAT16, __VA_ARGS__)
+#define PAIR_TILE_OF_BYTES(...) tile_of(BYTES, __VA_ARGS__)
+TILE(tile_of_pairs, PAIR_TILE)
+TILE(tile_of_pairs_in_bytes, PAIR_TILE_OF_BYTES)
+#define READS_BYTES TOKENS /* most tokens for which bytes are read where they are */
 #endif
 #ifdef PAIR_TOKENS
 /* Two inputs side by side for each output; a byte is a bfloat16 without rounding. */

@@ -45,17 +45,19 @@ INLINE reg weights_of(int format, const char *w, int k) {
     return format == FLOAT32 ? weights_float32(w, k) : format == BFLOAT16 ? weights_bfloat16(w, k) : weights_bytes(w, k);
 }
 
-/* Lines of weights that memory is asked for while a tile is computed, one a panel and step. */
-typedef struct { const char *at; int64_t stride, pace; } Asked;
+/* Lines of weights that memory is asked for while a tile is computed, one a panel and step; after `left` steps they are of panels
+   that lie `jump` bytes behind. */
+typedef struct { const char *at; int64_t stride, pace, left, jump; } Asked;
 
-/* Those of `share` bytes from `next` on, or without any the lines FETCHED bytes behind those that are used. `bytes`: of a panel's
-   step; `steps`: of a panel. */
-INLINE Asked lines_asked(const char *w, int64_t panel, int64_t bytes, int64_t steps, const char *next, int64_t share) {
-    return share ? (Asked){next, 64, (share + steps - 1) / steps} : (Asked){w + FETCHED, panel, bytes};
+/* Those of `share` bytes from `next` on, or without any the lines FETCHED bytes behind those that are used: of n panels, then of the
+   next n. `bytes`: of a panel's step; `steps`: of a panel. */
+INLINE Asked lines_asked(const char *w, int64_t panel, int n, int64_t bytes, int64_t steps, const char *next, int64_t share) {
+    if (share) return (Asked){next, 64, (share + steps - 1) / steps, 0, 0};
+    return (Asked){w + FETCHED, panel, bytes, steps - FETCHED / bytes, (n - 1) * panel};
 }
 INLINE void ask(Asked *asked, int n) {
     UNROLL for (int p = 0; p < n; p++) __builtin_prefetch(asked->at + p * asked->stride);
-    asked->at += asked->pace;
+    asked->at += asked->pace + (--asked->left == 0 ? asked->jump : 0);
 }
 
 /* sums [m, n * 16] of tokens x [m, width] by n panels of so many bytes. */
@@ -63,7 +65,7 @@ INLINE void tile(int format, int m, int n, const char *w, int64_t panel, const c
                  const char *next, int64_t share) {
     const int registers = n * PARTS, step = STEP_OF(format);
     const float *x = (const float *)tokens;
-    Asked asked = lines_asked(w, panel, STEP_BYTES(format), width / step, next, share);
+    Asked asked = lines_asked(w, panel, n, STEP_BYTES(format), width / step, next, share);
     reg sum[TOKENS][PANELS * PARTS];
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < registers; p++) sum[i][p] = (reg){};
@@ -222,7 +224,7 @@ INLINE void tile_in_groups(int form, int m, int n, const char *w, int64_t panel,
                            const char *next, int64_t share) {
     const int registers = n * PARTS, group = GROUP_OF(form), steps = group / INPUTS_OF_STEP(form);
     const int64_t row = width / group * ROUNDED_BYTES(group), lines = (FACTOR_BYTES(form) + 63) / 64 + (steps + 1) / 2;
-    Asked asked = lines_asked(w, panel, GROUP_BYTES(form) / lines, width / group * lines, next, share);
+    Asked asked = lines_asked(w, panel, n, GROUP_BYTES(form) / lines, width / group * lines, next, share);
     reg sum[GROUP_TOKENS][PANELS * PARTS];
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < registers; p++) sum[i][p] = (reg){};

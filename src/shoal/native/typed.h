@@ -78,6 +78,10 @@ static NOINLINE void NAME(finish)(const Product *a, int64_t token, int64_t m, in
 /* Who multiplies so many tokens. */
 static Tiling NAME(tiling)(const Product *a, int64_t count) {
     int64_t floats = 4 * a->width, group = GROUP_OF(a->form);
+#ifdef READS_BYTES
+    if (sizeof(T) == 2 && a->form == WHOLE && a->scales && count <= READS_BYTES)
+        return (Tiling){tile_of_pairs_in_bytes, PAIR_TOKENS, PAIR_SUMS, 2 * a->width, 0, NULL};
+#endif
 #ifdef PAIR_TOKENS
     if (sizeof(T) == 2 && a->form == WHOLE && multiplies_pairs())
         return (Tiling){tile_of_pairs, PAIR_TOKENS, PAIR_SUMS, 2 * a->width, 2, a->scales ? pairs_of_bytes : NULL};

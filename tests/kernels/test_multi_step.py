@@ -18,8 +18,9 @@ from lean_passes import PROMPTS
 from native_kernels import needs_compiler
 from shoal import Shoal
 from shoal.config import Grammar, Limits, Sampling
+from shoal.engine import multi_step
 from shoal.engine.engine import Engine
-from shoal.engine.multi_step import MOST_ROUNDS, MOST_TOKENS, MultiStep
+from shoal.engine.multi_step import MOST_ROUNDS, MultiStep
 from shoal.lookahead.auto import TOGETHER, Auto
 from shoal.lookahead.controller import Controller, PairCosts
 from shoal.models import formats, weights
@@ -211,7 +212,11 @@ def finished(made: Engine, rows: int, tokens: int = 20, **sampling: Any) -> list
 def test_the_most_tokens_and_bytes_of_a_run(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     target = packed()
     finished(engine(target), 32)
-    assert max(runs) == MOST_TOKENS // 32
+    assert max(runs) == MOST_ROUNDS
+    runs.clear()
+    monkeypatch.setattr(multi_step, "MOST_TOKENS", 32 * 3 + 31)
+    finished(engine(target), 32)
+    assert max(runs) == 3
     assert target.lean is not None
     assert target.lean.whole is not None
     runs.clear()

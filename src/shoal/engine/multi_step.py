@@ -32,8 +32,8 @@ from shoal.types.trees import Verdict
 
 MOST_ROUNDS = 8
 """The most rounds of a run."""
-MOST_TOKENS = 64
-"""The most tokens of a run: rows times rounds."""
+MOST_TOKENS = 512
+"""The most tokens of a run, rows times rounds: four rounds of 128 rows."""
 
 
 class PlainRun(NamedTuple):

@@ -87,7 +87,7 @@ def test_it_decides_what_it_decides_by_stages(
 ) -> None:
     """With costs that stay what they are, and no round launched ahead: trials and plans."""
     monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
-    monkeypatch.setattr(CapturedRounds, "_followed", lambda *_: None)
+    monkeypatch.setattr(CapturedRounds, "_launch_next", lambda *_: None)
     ours = engine(even_with_known_costs(), rule, executor)
     found = run(ours)
     stages()

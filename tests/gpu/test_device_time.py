@@ -68,7 +68,7 @@ def test_models_take_the_time_of_their_functions_or_passes(
     k: int, by_stages: bool, device: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All operations of a captured round are in them, but those that fill the inputs of the next one."""
-    monkeypatch.setattr(CapturedRounds, "decide" if by_stages else "_followed", lambda *_, **__: None)
+    monkeypatch.setattr(CapturedRounds, "decide" if by_stages else "_launch_next", lambda *_, **__: None)
     with device:
         made = engine(k, "rejection", device, SAMPLINGS, new=64)
         launched, captured, seconds = round_of(device, made)

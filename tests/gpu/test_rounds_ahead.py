@@ -63,7 +63,7 @@ def ahead(made: Engine) -> dict[str, int]:
 
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """From its call on, no round is launched ahead."""
-    monkeypatch.setattr(CapturedRounds, "_followed", lambda *_: None)
+    monkeypatch.setattr(CapturedRounds, "_launch_next", lambda *_: None)
 
 
 def failures(made: Engine) -> list[str]:

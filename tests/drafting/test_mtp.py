@@ -7,8 +7,9 @@ Tests of: models.mtp_layer, drafting.mtp, drafting.eagle3, drafting.draft.
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import shoal
 from laws import ALPHA
-from mtp_layers import HYBRID, PLAIN, by_definition, save_mtp
+from mtp_layers import HYBRID, PLAIN, STACKED, by_definition, save_mtp
 from proposals import Proposal, decoded, largest_difference, p_of_two_tokens, recorded, require_tokens_of_plain_decoding
 from shoal.config import Limits, Sampling
 from shoal.drafting import eagle3, trained_heads
@@ -46,7 +48,7 @@ def loaded(place: Path) -> Runner:
     return wrap(AutoModelForCausalLM.from_pretrained(place).eval(), place.name)
 
 
-@pytest.fixture(scope="module", params=PLAIN + HYBRID)
+@pytest.fixture(scope="module", params=[*PLAIN, *HYBRID, STACKED])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return loaded(save_mtp(tmp_path_factory.mktemp(request.param), request.param))
 
@@ -78,7 +80,7 @@ def of_another_row(scores: Any, verdict: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("architecture", "layers"),
-    [*((each, 1) for each in PLAIN + HYBRID), ("deepseek-v3", 2), ("deepseek-v3", 3), ("qwen3.5", 2)],
+    [*((each, 1) for each in (*PLAIN, *HYBRID, STACKED)), ("deepseek-v3", 2), ("deepseek-v3", 3), ("qwen3.5", 2)],
 )
 def test_layers_learn_in_passes_that_say_what_they_will_draft(architecture: str, layers: int, tmp_path: Path) -> None:
     """Pass n of a text says of each position what a draft would say whose last n tokens are the text's."""
@@ -244,6 +246,75 @@ def test_layers_share_what_stands_beside_them(tmp_path: Path) -> None:
             assert torch.equal(first.post_norm.weight, published["mtp.norm.weight"])
 
 
+@torch.inference_mode()
+def test_a_stack_of_blocks_is_composed_of_its_tensors(tmp_path: Path) -> None:
+    """Nemotron-H: embedding and state are joined, then one block after the other, then the norm; by the file's own names."""
+    target = loaded(save_mtp(tmp_path, STACKED))
+    stored = {name[4:]: one for name, one in load_file(tmp_path / "model.safetensors").items() if name.startswith("mtp.")}
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, (32,), stored[f"layers.{name}.weight"], 1e-5)
+
+    def block(number: int, x: Tensor, mix: Callable[[dict[str, Tensor], Tensor], Tensor]) -> Tensor:
+        place = f"layers.{number}.mixer."
+        weights = {name.removeprefix(place): one for name, one in stored.items() if name.startswith(place)}
+        return x + mix(weights, normed(x, f"{number}.norm"))
+
+    def attention(own: dict[str, Tensor], x: Tensor) -> Tensor:
+        heads = [(x @ own[f"{name}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(1, 2) for name in "qkv"]
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(2) @ own["o_proj.weight"].T
+
+    def experts(own: dict[str, Tensor], x: Tensor) -> Tensor:
+        def feed(name: str) -> Tensor:
+            return (x @ own[f"{name}.up_proj.weight"].T).relu().square() @ own[f"{name}.down_proj.weight"].T
+
+        chances = (x @ own["gate.weight"].T).sigmoid()
+        chosen = (chances + own["gate.e_score_correction_bias"]).topk(2).indices
+        weights = torch.zeros_like(chances).scatter(-1, chosen, chances.gather(-1, chosen))
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return feed("shared_experts") + sum(weights[..., i, None] * feed(f"experts.{i}") for i in range(4))
+
+    tokens, states = torch.tensor([PROMPTS[2]]), torch.randn(1, 11, 32, generator=torch.Generator().manual_seed(3))
+    embedded = normed(target.hf.get_input_embeddings()(tokens), "0.enorm")
+    x = torch.cat([embedded, normed(states, "0.hnorm")], -1) @ stored["layers.0.eh_proj.weight"].T
+    x = normed(block(1, block(0, x, attention), experts), "1.final_layernorm")
+    heads = MtpDrafter.for_target(target)._heads
+    heads.layer.config._attn_implementation = "eager"
+    found = heads.compute(tokens, states, torch.arange(11)[None], None)
+    assert torch.allclose(found, x, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "reason"),
+    [
+        (
+            ["mamba", "attention"],
+            r"its 2 blocks \(linear_attention, full_attention\) are not one of attention beside others",
+        ),
+        (["attention", "moe", "attention"], "its 2 blocks .* are not one of attention beside others without a state"),
+    ],
+)
+def test_a_stack_that_keeps_states_is_refused(kinds: list[str], reason: str, tmp_path: Path) -> None:
+    place = save_mtp(tmp_path, STACKED)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | {"mtp_layers_block_type": kinds}))
+    with pytest.raises(UnsupportedModel, match=reason):
+        MtpDrafter.for_target(loaded(place))
+
+
+@pytest.mark.parametrize(
+    "lost", ["layers.0.eh_proj.weight", "layers.1.final_layernorm.weight", "layers.0.mixer.o_proj.weight"]
+)
+def test_a_stack_that_is_not_whole_is_an_error(lost: str, tmp_path: Path) -> None:
+    place = save_mtp(tmp_path, STACKED)
+    tensors = load_file(place / "model.safetensors")
+    del tensors[f"mtp.{lost}"]
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=lost.split(".")[-2]):
+        MtpDrafter.for_target(loaded(place))
+
+
 def test_auto_passes_over_layers_that_are_not_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A tensor of the second layer is missing: `auto` says so and takes `suffix`, `mtp` is an error."""
     place = save_mtp(tmp_path, "qwen3-next", layers=2)
@@ -292,7 +363,9 @@ def test_tokens_of_several_layers_are_those_of_plain_decoding(deep: Runner) -> N
 
 
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
-@pytest.mark.parametrize(("architecture", "layers"), [("deepseek-v3", 1), ("qwen3-next", 1), ("deepseek-v3", 2)])
+@pytest.mark.parametrize(
+    ("architecture", "layers"), [("deepseek-v3", 1), ("qwen3-next", 1), ("deepseek-v3", 2), (STACKED, 1)]
+)
 def test_two_tokens_have_their_law(architecture: str, layers: int, rule: Rule, tmp_path: Path) -> None:
     """By enumeration; it would fail with probability 1e-6 if its seeds were drawn anew."""
     target = loaded(save_mtp(tmp_path, architecture, vocab=5, layers=layers))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import shoal
 from attention_paths import ARCHITECTURES_HERE, KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED, greedy_ids
+from mtp_layers import HYBRID, PLAIN, STACKED
 from shoal.api import Shoal, Stream
 from shoal.cli.check_model import drafters_in_the_box
 from shoal.config import Limits, Sampling
@@ -90,6 +91,7 @@ def test_the_table_of_models_says_what_the_code_can(architecture: str) -> None:
     left = [name for name in everywhere if f"without `{name}`" not in said[3]]
     assert said[3].startswith(("the same", "`suffix`"))
     assert drafters_in_the_box(runner) == left  # `mtp` needs a checkpoint: tests/drafting/test_mtp.py
+    assert ("and `mtp`" in said[3]) == (architecture in (*PLAIN, *HYBRID, STACKED))
 
 
 @lru_cache(maxsize=1)  # the tests of one architecture run side by side

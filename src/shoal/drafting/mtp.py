@@ -28,7 +28,8 @@ from shoal.errors import ModelError, UnsupportedModel
 from shoal.models.cache import Plan
 from shoal.models.eagle3_layer import Eagle3Model
 from shoal.models.load_report import LOG
-from shoal.models.mtp_layer import MtpHeads, checkpoint_of, layer_names, load_layer, unplaced
+from shoal.models.mtp_layer import MtpHeads, layer_names, load_layer, unplaced
+from shoal.models.pretrained import checkpoint_of
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree

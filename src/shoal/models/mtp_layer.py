@@ -12,6 +12,9 @@ Checkpoints name the layer in several ways, and Transformers knows its names at 
 only: `Beside` gives it a model whose config and names are those of the checkpoint at hand. The
 projection and norms that Qwen's checkpoints have beside their layers (`mtp.fc`) are those of the
 first layer to Transformers. They are all layers', as other engines read them.
+
+Nemotron-H's layer is a stack of the target's own blocks, which Transformers' class does not make:
+`StackedLayer` composes it of Transformers' blocks, as vLLM reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.utils import cached_file
 
 from shoal.errors import ModelError, UnsupportedModel
 from shoal.models.bridge import NAME
@@ -55,19 +57,8 @@ SHARED = {
     "norm": "post_norm",
 }
 """The modules that a checkpoint has once beside its layers, and Transformers in each layer."""
-
-
-def checkpoint_of(hf: Any) -> Path | None:
-    """Returns the directory of a model's checkpoint; None if it is not on this machine."""
-    name = str(getattr(hf.config, "name_or_path", ""))
-    if not name or Path(name).is_dir():
-        return Path(name) if name else None
-    try:
-        commit = getattr(hf.config, "_commit_hash", None)
-        found = cached_file(name, "config.json", local_files_only=True, revision=commit)
-    except (OSError, ValueError):
-        return None
-    return None if found is None else Path(found).parent
+ENTRY, END = ("enorm", "hnorm", "eh_proj"), "final_layernorm"
+"""The modules before the first block of a stack, and behind the last one."""
 
 
 def layer_names(directory: Path, layers: int) -> dict[str, list[str]]:
@@ -103,16 +94,25 @@ def shared_modules(names: Iterable[str]) -> list[str]:
     return sorted({SHARED[one[1]] for one in beside if one and one[1] in SHARED})
 
 
-def _tensors(directory: Path) -> Sequence[str]:
-    """Returns the names of the tensors in a directory of safetensors files."""
+def _tensors(directory: Path) -> dict[str, str]:
+    """Returns the names of the tensors in a directory of safetensors files, with their files."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     file = directory / "model.safetensors"
     if not file.is_file():
-        return []
+        return {}
     with safe_open(file, framework="pt") as tensors:
-        return list(tensors.keys())
+        return dict.fromkeys(tensors.keys(), file.name)
+
+
+def _read(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Reads some tensors of a directory of safetensors files."""
+    places, found = _tensors(directory), {}
+    for name in names:
+        with safe_open(directory / places[name], framework="pt") as tensors:
+            found[name] = tensors.get_tensor(name)
+    return found
 
 
 class Beside:
@@ -143,11 +143,51 @@ class Beside:
         return getattr(self._hf, name)
 
 
+class StackedLayer(nn.Module):
+    """A layer of several of the target's own blocks, with the methods of `MtpModel` in use here.
+
+    Args:
+        hf: the target.
+        blocks: a base model of the target's class with these blocks and the norm behind them.
+
+    Attributes:
+        entry: the norms of embedding and state, and the projection of both.
+    """
+
+    def __init__(self, hf: Any, blocks: Any) -> None:
+        super().__init__()
+        self.config, norm = blocks.config, type(blocks.norm_f)
+        width, epsilon = self.config.hidden_size, self.config.layer_norm_epsilon
+        modules = norm(width, eps=epsilon), norm(width, eps=epsilon)
+        projection = nn.Linear(2 * width, width, bias=False)
+        self.entry = nn.ModuleDict(dict(zip(ENTRY, (*modules, projection), strict=True)))
+        self.layers = nn.ModuleList([blocks])
+        self.embed_tokens, self.shared_head = hf.get_input_embeddings(), hf.get_output_embeddings()
+        blocks.set_input_embeddings(None)
+        for block in blocks.layers:
+            if block.block_type == "full_attention":
+                block.mixer.layer_idx = 0  # the only one that keeps keys
+
+    def forward_layer(
+        self, number: int, states: Tensor, positions: Tensor, cache: Any, *, input_ids: Tensor
+    ) -> Tensor:
+        """Computes the states of the layer; see `MtpHeads.compute`."""
+        known = self.entry["enorm"](self.embed_tokens(input_ids)), self.entry["hnorm"](states)
+        joined = self.entry["eh_proj"](torch.cat(known, dim=-1))
+        options = {"position_ids": positions, "cache": cache, "use_cache": False}
+        found: Tensor = self.layers[number](inputs_embeds=joined, **options).last_hidden_state
+        return found
+
+    def _project_to_logits(self, states: Tensor) -> Tensor:
+        found: Tensor = self.shared_head(states)
+        return found
+
+
 class MtpHeads(nn.Module):
     """The layers, with the attributes and methods of `shoal.models.eagle3_layer.Eagle3Heads`.
 
     Args:
-        layer: Transformers' `MtpModel`.
+        layer: Transformers' `MtpModel`, or a `StackedLayer`.
 
     Attributes:
         depth: the number of layers.
@@ -225,33 +265,96 @@ def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:
         raise UnsupportedModel(
             f"{name} has no multi-token-prediction layer: its checkpoint has no such tensors"
         )
+    kinds = getattr(text, "mtp_layers_block_type", None)
     try:
-        from transformers.modeling_layers import MtpModel
-    except ImportError as error:
-        raise UnsupportedModel(
-            "draft=mtp needs Transformers 5.24, which has MtpModel: pip install -U transformers"
-        ) from error
-    shared = shared_modules(names.get("0", ()))
-    later = rf"^layers\.[1-9]\d*\.({'|'.join(shared) or '$'})\."
-    missing = [*(MtpModel._keys_to_ignore_on_load_missing or ()), later]
-    # Of the same name and module: Transformers knows the names of tensors by them.
-    own = {"_keys_to_ignore_on_load_missing": missing, "__module__": MtpModel.__module__}
-    kind: Any = type(MtpModel.__name__, (MtpModel,), own)
-    try:
-        layer = kind.from_pretrained(
-            Beside(hf, directory, len(names)), device_map={"": str(hf.device)}
-        )
+        if kinds is not None:
+            layer = _load_stack(hf, directory, names, kinds)
+        else:
+            layer = _load_layers(hf, directory, names)
     except RuntimeError as error:
         raise ModelError(f"{name}: {error}") from error
     except (ValueError, AttributeError, TypeError) as error:
         raise UnsupportedModel(
             f"{name}: Transformers cannot make its multi-token-prediction layer: {error}"
         ) from error
+    return MtpHeads(layer).eval().requires_grad_(False)
+
+
+def _load_layers(hf: Any, directory: Path, names: dict[str, list[str]]) -> Any:
+    """Loads the layers by Transformers' class; the arguments are those of `_load_stack`."""
+    try:
+        from transformers.core_model_loading import WeightRenaming
+        from transformers.modeling_layers import MtpModel
+    except ImportError as error:
+        raise UnsupportedModel(
+            "draft=mtp needs Transformers 5.24, which has MtpModel: pip install -U transformers"
+        ) from error
+
+    def renamings(model: Any, main: Any) -> list[Any]:
+        end = WeightRenaming(rf"\.mtp_block\.{END}\.", ".post_norm.")  # Bailing's name
+        return [*MtpModel.get_weight_conversions(model, main), end]
+
+    shared = shared_modules(names.get("0", ()))
+    later = rf"^layers\.[1-9]\d*\.({'|'.join(shared) or '$'})\."
+    missing = [*(MtpModel._keys_to_ignore_on_load_missing or ()), later]
+    # Of the same name and module: Transformers knows the names of tensors by them.
+    own = {"_keys_to_ignore_on_load_missing": missing, "__module__": MtpModel.__module__}
+    own["get_weight_conversions"] = renamings
+    kind: Any = type(MtpModel.__name__, (MtpModel,), own)
+    layer = kind.from_pretrained(Beside(hf, directory, len(names)), device_map={"": str(hf.device)})
     for one in layer.layers[1:]:
         for module in shared:
             setattr(one, module, getattr(layer.layers[0], module))
     layer.layers.to(hf.device, hf.dtype)
-    return MtpHeads(layer).eval().requires_grad_(False)
+    return layer
+
+
+def _load_stack(
+    hf: Any, directory: Path, names: dict[str, list[str]], kinds: Sequence[str]
+) -> StackedLayer:
+    """Loads a layer that is a stack of blocks.
+
+    Args:
+        hf: the target.
+        directory: its checkpoint.
+        names: the names of the tensors of each block, by its number.
+        kinds: the kinds of the blocks.
+
+    Raises:
+        RuntimeError: tensors are missing.
+        ValueError: there are other blocks than one of attention and some without states.
+    """
+    known = kinds.count("full_attention") == 1 and "linear_attention" not in kinds
+    if not known or len(names) != len(kinds):
+        raise ValueError(
+            f"its {len(names)} blocks ({', '.join(kinds)}) are not one of attention beside others "
+            f"without a state"
+        )
+    config = copy.deepcopy(hf.config.get_text_config(decoder=True))
+    config.layers_block_type, config.vocab_size = list(kinds), 1
+    tensors = _read(directory, [one for each in names.values() for one in each])
+    own = {re.sub(r"^(.*\.)?mtp\.", "", name): tensor for name, tensor in tensors.items()}
+    places = [f"layers.0.{name}.weight" for name in ENTRY]
+    places.append(f"layers.{len(kinds) - 1}.{END}.weight")
+    lost = [place for place in places if place not in own]
+    if lost:
+        raise RuntimeError(f"the tensor {lost[0]} of its multi-token-prediction layer is missing")
+    *entry, end = (own.pop(place) for place in places)
+    blocks, info = type(hf.get_decoder()).from_pretrained(
+        None,
+        config=config,
+        state_dict=own | {"norm_f.weight": end, "embeddings.weight": end[None]},
+        dtype=hf.dtype,
+        output_loading_info=True,
+    )
+    if info["missing_keys"]:
+        raise RuntimeError(f"weights are missing: {sorted(info['missing_keys'])}")
+    layer = StackedLayer(hf, blocks)
+    for module, tensor in zip(layer.entry.values(), entry, strict=True):
+        module.weight.data = tensor.to(hf.dtype)
+    layer.layers.to(hf.device)
+    layer.entry.to(hf.device)
+    return layer
 
 
 def _hide_first(

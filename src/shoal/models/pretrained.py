@@ -23,6 +23,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import cached_file
 
 from shoal.config import PARAMETERS
 from shoal.errors import ModelError, RequestError, UnsupportedModel
@@ -36,6 +37,19 @@ SCALES = re.compile(
     r"|\.weight\.(absmax|quant_map|quant_state)|_(blocks|scales)$)"
 )
 """The names of tensors that stand beside, or in place of, quantised weights."""
+
+
+def checkpoint_of(hf: Any) -> Path | None:
+    """Returns the directory of a model's checkpoint; None if it is not on this machine."""
+    name = str(getattr(hf.config, "name_or_path", ""))
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    try:
+        commit = getattr(hf.config, "_commit_hash", None)
+        found = cached_file(name, "config.json", local_files_only=True, revision=commit)
+    except (OSError, ValueError):
+        return None
+    return None if found is None else Path(found).parent
 
 
 def method_of(config: Any) -> str | None:

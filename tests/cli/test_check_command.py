@@ -369,6 +369,8 @@ def test_published_drafters_are_named_by_the_shape_of_the_target() -> None:
     assert told("qwen3", 151936, 1024) == told("qwen3", 32000, 4096) == told("mistral", 151936, 4096) == []
     assert told("llama", 49152, 2048) == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert told("llama", 49152, 576) == []  # the model itself
+    assert told("lfm2", 65536, 2048) == ["LiquidAI/LFM2-350M"]
+    assert told("qwen3_5_text", 248320, 2560) == ["Qwen/Qwen3.5-0.8B", "z-lab/Qwen3.5-4B-DFlash"]
     assert all(bool(one.width) != bool(one.above) for one in PUBLISHED)
 
 

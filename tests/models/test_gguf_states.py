@@ -18,7 +18,7 @@ import shoal
 from enumeration import chi_square
 from gguf_files import TOKENS, require_llama
 from laws import ALPHA
-from shoal.cli.check_model import executors
+from shoal.cli.check_model import executors, family
 from shoal.drafting.draft import read_draft
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.errors import InternalError, ModelError, UnsupportedModel
@@ -389,6 +389,17 @@ def test_a_failed_pass_leaves_rows_as_they_were(runner: tuple[GgufRunner, Any]) 
     torch.testing.assert_close(again, right.expand(2, -1), atol=2e-2, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("mamba", "0-1 of 2"), ("jamba", "0, 2 of 4"), ("lfm2", "0, 2 of 4"), ("qwen3next", "0-2 of 4")],
+)
+def test_check_names_the_layers_that_keep_states(name: str, layers: str, file: Callable[..., Path]) -> None:
+    with shoal.load(file(name)) as model:
+        found = family(model.target)
+    assert found.figure.startswith(f"{name}, a GGUF file; layers {layers} with recurrent states; drafters in the box: suffix,")
+    assert found.data["family"] == name
+
+
 def test_what_states_do_not_allow_is_refused_and_told(file: Callable[..., Path]) -> None:
     with shoal.load(file("lfm2"), prefix_memory=1 << 20) as model:
         target = model.target
@@ -396,6 +407,7 @@ def test_what_states_do_not_allow_is_refused_and_told(file: Callable[..., Path])
         assert not target.can_keep_prefixes
         assert model.generate([PROMPTS[2]], 1, max_new_tokens=2).stats.restored_tokens == 0
         assert "recurrent states in layers that llama.cpp knows" in executors(target, "target", 3).figure
+        assert target.notes["weights"] == "lfm2 all F32"
         for draft in ("self:exit=1", "self:window=8"):
             drafting = read_draft(draft)
             assert drafting is not None

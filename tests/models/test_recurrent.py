@@ -500,7 +500,9 @@ def test_the_model_is_its_owners_again_after_a_pass() -> None:
 
 def test_check_names_the_modules() -> None:
     assert family(target("zamba")).data["drafters"] == ["suffix", "ngram", "recycling", "trigrams"]
-    assert family(target("zamba")).data["layers_with_states"]
+    assert family(target("zamba")).data["layers_with_states"] == [0, 1]
+    assert family(target("zamba")).figure.startswith("zamba; layers 0-1 of 2 with recurrent states; drafters in the box: ")
+    assert family(target("lfm2")).figure.startswith("lfm2; layer 0 of 2 with recurrent states; ")
     said = executors(target("zamba"), "target", 3).figure
     kinds = "1 of model.layers.*.mamba, 1 of model.layers.*.mamba_decoder.mamba"
     assert said.endswith(f"; recurrent states in {kinds}: chains only")

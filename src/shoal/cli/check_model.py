@@ -35,12 +35,9 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
         return _load_target_alone(source, error)
     results = [CheckResult("target", "ok", _size(model.target), data=described(model.target))]
     if model.drafter_name is None:
-        advice = (
-            "give --draft to speculate: a smaller model, best with the same tokenizer, or "
-            "suffix, which needs none"
-        )
-        advice += f"; to make a model: {training_command(model.target)}"
-        return model, [*results, CheckResult("drafter", "skip", "none: plain decoding", advice)]
+        advice = "give --draft to measure another: a smaller model, best with the same tokenizer"
+        advice += f"; to make one: {training_command(model.target)}"
+        return model, [*results, CheckResult("drafter", "skip", "none: those that need no model are measured below", advice)]
     if model.draft_model is None:
         return model, [
             *results,
@@ -190,17 +187,33 @@ def drafters_in_the_box(target: Runner) -> list[str]:
 
 def family(target: Runner) -> CheckResult:
     """Tells the family of a model, the layers that keep states, and the drafters in the box."""
-    config = getattr(target.hf, "config", None) if target.has_modules else None
-    kind = "GGUF" if config is None else config.get_text_config().model_type
-    names = () if target.mixers is None else target.mixers.modules
-    layers = sorted({int(found[1]) for name in names if (found := re.search(r"\.(\d+)\.", name))})
-    states = "some layers" if target.keeps_states else "no layer"
-    if layers:
-        states = f"layers {', '.join(map(str, layers))}"
+    config = target.hf.config.get_text_config()
+    kind, layers = config.model_type, _layers_with_states(target)
+    shown = kind if target.has_modules else f"{kind}, a GGUF file"
+    states = f"layer{'s' * (len(layers) != 1)} {_ranges(layers)} of {config.num_hidden_layers}"
+    states = states if layers else "no layer"
     drafters = drafters_in_the_box(target)
-    figure = f"{kind}; {states} with recurrent states; drafters in the box: {', '.join(drafters)}"
+    figure = f"{shown}; {states} with recurrent states; drafters in the box: {', '.join(drafters)}"
     data = {"family": kind, "layers_with_states": layers, "drafters": drafters}
     return CheckResult("family", "ok", figure, data=data)
+
+
+def _layers_with_states(target: Runner) -> list[int]:
+    """Returns the numbers of the layers that keep recurrent states."""
+    if not target.has_modules and target.keeps_states:
+        from shoal.models.gguf.contents import layers_with_states
+
+        return layers_with_states(target.hf.file)
+    names = () if target.mixers is None else target.mixers.modules
+    return sorted({int(found[1]) for name in names if (found := re.search(r"\.(\d+)\.", name))})
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Returns sorted numbers in short: 0-2, 4."""
+    first = [number for number in numbers if number - 1 not in numbers]
+    last = [number for number in numbers if number + 1 not in numbers]
+    pairs = zip(first, last, strict=True)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in pairs)
 
 
 def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:

@@ -156,7 +156,8 @@ class GgufModel(nn.Module):
         """The architecture, the size and the format of the weights, in llama.cpp's words."""
         text = ctypes.create_string_buffer(128)
         library().llama_model_desc(self.handle, text, len(text))
-        return text.value.decode("utf-8", "replace")
+        said = text.value.decode("utf-8", "replace")
+        return said.replace(" ?B", "").replace(" (guessed)", "")  # llama.cpp's, of other sizes
 
     @property
     def token_bytes(self) -> int:

@@ -10,6 +10,7 @@ is computed by llama.cpp.
 from __future__ import annotations
 
 import ctypes
+import re
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from shoal.errors import UnsupportedModel
 from shoal.models.gguf import library
+from shoal.models.sources import parts_of
 from shoal.models.weights.groups import Groups
 
 
@@ -249,6 +251,13 @@ class Header:
         """Returns the bytes of a tensor, mapped from the file."""
         place = self.tensors[name]
         return torch.from_numpy(self._bytes[place.start : place.start + place.size])
+
+
+def layers_with_states(file: Path) -> list[int]:
+    """Returns the numbers of the layers that keep recurrent states, by their tensors' names."""
+    names = {name for part in parts_of(str(file)) for name in Header(Path(part)).tensors}
+    found = (re.match(r"blk\.(\d+)\.(?:ssm|shortconv|time_mix)", name) for name in names)
+    return sorted({int(one[1]) for one in found if one})
 
 
 FACTORS = "rope_freqs.weight"

@@ -22,7 +22,7 @@ from shoal.cli.check_model import executors, family
 from shoal.drafting.draft import read_draft
 from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.errors import InternalError, ModelError, UnsupportedModel
-from shoal.models.gguf import library
+from shoal.models.gguf import gguf_runner, library, state_sequences
 from shoal.models.gguf.gguf_runner import GgufRunner, load_gguf
 from shoal.models.gguf.state_sequences import Base, StateSequences
 from shoal.types.trees import DraftTree
@@ -245,6 +245,50 @@ def test_more_drafts_than_llama_keeps_states_of(
     assert 0 < drafted.stats.accepted < drafted.stats.drafted
 
 
+@pytest.mark.parametrize(
+    ("fault", "ubatch", "call"),
+    [(False, 16, 2048), (False, 512, 14), (True, 512, 14)],
+    ids=["parts of a call", "calls", "calls, and states of the last one alone"],
+)
+def test_passes_that_llama_parts(
+    fault: bool, ubatch: int, call: int, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a call's parts llama.cpp keeps the end of each row together, of two calls not: then the states before are kept."""
+    target, lib = load_gguf(file("lfm2"), "lfm2").fork(), library()
+    real = lib.llama_init_from_model
+
+    def opened(model: Any, params: Any) -> Any:
+        params.n_ubatch = ubatch
+        return real(model, params)
+
+    monkeypatch.setattr(lib, "llama_init_from_model", opened)
+    monkeypatch.setattr(gguf_runner, "PASS_TOKENS", call)
+    monkeypatch.setattr(state_sequences, "PASS_TOKENS", 2048 if fault else call)
+    written: list[int] = []
+    states = StateSequences._states
+    monkeypatch.setattr(StateSequences, "_states", lambda self, slot: [written.append(slot), states(self, slot)][1])
+    slots = range(4)
+    target.memory.reserve(len(slots), 32)
+    cache: Any = target.cache
+    assert cache.snapshots == 8
+    ids = torch.randint(0, len(TOKENS), (len(slots), 9), generator=torch.Generator().manual_seed(0))
+    target.feed(slots, ids[:, :3], [3] * len(slots))
+    for slot in slots:
+        cache.keep(slot, 0, range(3))
+    target.feed(slots, ids[:, 3:8], [5] * len(slots))
+    for slot in slots:
+        cache.keep(slot, 3, range(1 + slot % 2))
+    assert written == ([] if call == 2048 or fault else list(slots))
+    try:
+        found = target.feed(slots, ids[:, 8:], [1] * len(slots))[:, 0]
+    except ModelError:
+        assert fault
+        return
+    texts = [torch.cat([ids[slot, : 4 + slot % 2], ids[slot, 8:]]) for slot in slots]
+    right = torch.stack([target.plain_logits(text[None])[0, -1] for text in texts])
+    assert torch.allclose(found, right, atol=2e-2) != fault
+
+
 def test_a_pass_that_is_taken_back_whole(file: Callable[..., Path]) -> None:
     """llama.cpp 0.3.36 says that it has removed it, and leaves the states behind it: shoal never asks for that."""
     target = load_gguf(file("lfm2"), "lfm2").fork()
@@ -396,7 +440,9 @@ def test_a_failed_pass_leaves_rows_as_they_were(runner: tuple[GgufRunner, Any]) 
 def test_check_names_the_layers_that_keep_states(name: str, layers: str, file: Callable[..., Path]) -> None:
     with shoal.load(file(name)) as model:
         found = family(model.target)
-    assert found.figure.startswith(f"{name}, a GGUF file; layers {layers} with recurrent states; drafters in the box: suffix,")
+    assert found.figure.startswith(
+        f"{name}, a GGUF file; layers {layers} with recurrent states; drafters in the box: suffix,"
+    )
     assert found.data["family"] == name
 
 

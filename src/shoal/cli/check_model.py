@@ -37,7 +37,12 @@ def load(source: ModelSource) -> tuple[Shoal | None, list[CheckResult]]:
     if model.drafter_name is None:
         advice = "give --draft to measure another: a smaller model, best with the same tokenizer"
         advice += f"; to make one: {training_command(model.target)}"
-        return model, [*results, CheckResult("drafter", "skip", "none: those that need no model are measured below", advice)]
+        return model, [
+            *results,
+            CheckResult(
+                "drafter", "skip", "none: those that need no model are measured below", advice
+            ),
+        ]
     if model.draft_model is None:
         return model, [
             *results,

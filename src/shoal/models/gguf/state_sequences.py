@@ -188,7 +188,7 @@ class StateSequences(Sequences):
         self._return(plan.slots)
         super().begin(plan)
         lib: Any = library()
-        at_once = sum(plan.counts) <= lib.llama_n_ubatch(self.context)
+        at_once = sum(plan.counts) <= PASS_TOKENS  # a row of two calls has the states of the second
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
             base, last = self._bases[slot], self._rounds[slot]
             self._rounds[slot] = RowPass()

@@ -121,7 +121,8 @@ def test_weights_make_the_local_law_the_conditional_one() -> None:
 
 def counted(rule: Any = None, n: int = 1500, drafter: Drafter | None = None) -> tuple[Engine, list[Row]]:
     drafter = drafter or ModelDrafter(table_model(table(1)).fork(), 6)
-    engine = Engine(table_model(table(0)), drafter, Fixed(3), max_batch=500, rule=rule or Rejection())
+    target = table_model(table(0), dtype=torch.float64)  # weights are compared to nine digits
+    engine = Engine(target, drafter, Fixed(3), max_batch=500, rule=rule or Rejection())
     request = Request(
         (START,), n, Sampling(seed=1, temperature=1.0), Limits(max_new_tokens=6),
         constraints=(Alignment(REMAINDER, VOCABULARY),), weighted=True,

@@ -287,7 +287,7 @@ SMALL = CONFIG | {
 
 @pytest.mark.parametrize("shape", ["", "rsd-s", "union"])
 def test_the_protocol_is_kept(shape: str) -> None:
-    heads = random_heads(SMALL | {"vocab_size": 5, "draft_vocab_size": 5}, 3 * 5, 5, own=True).double()
+    heads = random_heads(SMALL | {"vocab_size": 5, "draft_vocab_size": 5}, 3 * 5, 5, own=True)
     target = table_model(torch.full((5, 5), 0.2))
 
     def made() -> Drafter:

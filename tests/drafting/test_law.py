@@ -56,7 +56,7 @@ def target_with_prompt_tokens(count: int = 3) -> Runner:
 def eagle(target: Runner, kind: type[Eagle3Drafter] = Eagle3Drafter) -> Eagle3Drafter:
     """Heads that draft three of the four tokens."""
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 4}
-    heads = random_heads(CONFIG | shape | {"draft_vocab_size": 3}, 3 * 4, 4, own=True).double()
+    heads = random_heads(CONFIG | shape | {"draft_vocab_size": 3}, 3 * 4, 4, own=True)
     heads.target_ids.copy_(torch.tensor([0, 2, 3]))
     return kind(heads, (0, 1, 2), target)
 

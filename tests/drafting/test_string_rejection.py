@@ -84,7 +84,7 @@ def proposed(drafter: Any, rows: int, length: int) -> tuple[DraftTree, list[Row]
 
 def test_psi_is_the_probability_of_the_longest_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(string_rejection, "LIKELY", 0.0)
-    drafter = drafter_of(table_model(SAYS), len(VOCAB), letters(VOCAB, LETTERS), SLRS)
+    drafter = drafter_of(table_model(SAYS, dtype=torch.float64), len(VOCAB), letters(VOCAB, LETTERS), SLRS)
     tree, _ = proposed(drafter, 5, 3)
     assert tree.q is not None
     known = q_table()

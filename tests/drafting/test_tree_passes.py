@@ -339,7 +339,7 @@ def test_columns_that_cannot_be_kept(columns: list[int]) -> None:
 
 def test_a_scripted_model_follows_trees() -> None:
     script = hashed(VOCABULARY, 3)
-    made = scripted(script, VOCABULARY)
+    made = scripted(script, VOCABULARY, dtype=torch.float64)
     made.memory.reserve(2, 30)
     made.feed([0, 1], torch.tensor([[4, 5, 6], [7, 0, 0]]), [3, 1])
     tree, block = [-1, 0, -1, 2], [8, 9, 10, 11, 12]

@@ -4,7 +4,7 @@ Sampled, float32, fixed draft length, a drafter that is right now and then: the 
 and accepted tokens of each row). Controllers such as bass look at the whole batch, so for them only the law is the same
 (test_exact_distribution.py).
 
-Tests of: sampling.uniforms, engine.scheduler, engine.memory.
+Tests of: sampling.uniforms, sampling.scores, engine.scheduler, engine.memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from native_kernels import needs_compiler
 from noisy_heads import noisy
 from shoal.config import Limits, Sampling
 from shoal.engine.admission import SlotRows
@@ -25,6 +27,8 @@ from shoal.engine.engine import Engine
 from shoal.engine.memory import grown
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
+from shoal.sampling import native_draws
+from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
@@ -176,11 +180,13 @@ def test_without_a_seed_runs_differ() -> None:
     assert rows[0].tokens != rows[1].tokens
 
 
-@pytest.mark.parametrize("k", [0, 1, 5])
-def test_exactly_so_in_float64_whatever_the_draft_length(k: int) -> None:
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(0, torch.float64), (1, torch.float64), (5, torch.float64), (3, torch.float32)], ids=str
+)
+def test_exactly_so_whatever_the_draft_length(k: int, dtype: torch.dtype) -> None:
     """Scripts whose logits change with every token of the history: no rounding to lean on, no cell to get wrong."""
     target = hashed(10, 0)
-    models = scripted(target, 10), scripted(mixed(target, hashed(10, 1)), 10)
+    models = [scripted(script, 10, dtype=dtype) for script in (target, mixed(target, hashed(10, 1)))]
     asked = [replace(request, prompt_ids=tuple(t % 10 for t in request.prompt_ids)) for request in requests()]
 
     def together(chosen: Sequence[Request], max_batch: int) -> list[list[Path]]:
@@ -193,3 +199,32 @@ def test_exactly_so_in_float64_whatever_the_draft_length(k: int) -> None:
     assert together(asked, 4) == single
     assert together(asked, 64) == single
     assert together(asked[::-1], 5) == single[::-1]
+
+
+# ── by whom chains are decided ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@needs_compiler
+@pytest.mark.parametrize("rule", [Coupled(), Rejection()], ids=["coupled", "rejection"])
+def test_chains_are_decided_alike_in_c_and_by_torch(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels decide every round over logits in float32, torch over those in float64."""
+    decide, decided = native_draws.verify, []
+
+    def counted(scores: Tensor, *rest: Any, **more: Any) -> native_draws.Verified:
+        decided.append(scores.shape)
+        return decide(scores, *rest, **more)
+
+    monkeypatch.setattr(native_draws, "verify", counted)
+    scripts = hashed(10, 0), mixed(hashed(10, 0), hashed(10, 1))
+    seen = []
+    for dtype in (torch.float32, torch.float64):
+        decided.clear()
+        running = engine_of(*(scripted(script, 10, dtype=dtype) for script in scripts), Fixed(K), max_batch=5, rule=rule)
+        asked = [replace(request, prompt_ids=tuple(t % 10 for t in request.prompt_ids)) for request in requests()]
+        rows = [row for request in asked for row in running.submit(request)]
+        drain(running)
+        assert 0 < running.stats.accepted < running.stats.drafted
+        assert len(decided) == (running.stats.rounds if dtype == torch.float32 else 0)
+        seen.append((paths(rows), [value for row in rows for value in (*row.logprobs, *row.processed_logprobs)]))
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] == pytest.approx(seen[1][1], abs=1e-5)

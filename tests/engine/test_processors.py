@@ -176,11 +176,16 @@ def test_the_caller_s_own_is_not_called() -> None:
     assert mine.past == []
 
 
+def untouched(ids: Tensor, scores: Tensor) -> Tensor:
+    """So that both runs are decided by torch: log-probabilities of the kernels in C have other last bits."""
+    return scores
+
+
 def test_what_a_processor_does_to_its_arguments_changes_nothing() -> None:
     options: dict[str, Any] = {"n": 2, "seed": 3, "max_new_tokens": 12, "lookahead": 4, "top_logprobs": 3}
     for first in ([], [hf.TopKLogitsWarper(50)]):
         with_it, without = (
-            pair().generate([PROMPT], processors=[*first, *more], **options) for more in ([Overwriting()], [])
+            pair().generate([PROMPT], processors=[*first, *more], **options) for more in ([Overwriting()], [untouched])
         )
         for a, b in zip(with_it[0].samples, without[0].samples, strict=True):
             assert (a.token_ids, a.logprobs, a.top_logprobs) == (b.token_ids, b.logprobs, b.top_logprobs)

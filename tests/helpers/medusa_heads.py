@@ -19,7 +19,7 @@ V, HEADS = 5, 3
 def guessing(width: int, vocab: int) -> Callable[[Tensor], Tensor]:
     """Heads of random matrices."""
     matrices = torch.randn(HEADS, width, vocab, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return lambda x: torch.stack([x @ matrix for matrix in matrices])
+    return lambda x: torch.stack([x @ matrix.to(x.dtype) for matrix in matrices])
 
 
 def knowing(vocab: int) -> Callable[[Tensor], Tensor]:

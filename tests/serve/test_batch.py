@@ -357,7 +357,7 @@ def test_answers_of_other_settings_are_never_mixed_in(tmp_path: Path, batch: Any
         lambda runner: {"dtype": "bfloat16", "quantize": "off", "strict": "off", "kv": "off"},
     )
     code, said = batch(source, out, "--model", tmp_path / "one")
-    assert (code, "dtype = 'float64', this run has 'bfloat16'" in said) == (2, True), said
+    assert (code, "dtype = 'float32', this run has 'bfloat16'" in said) == (2, True), said
     assert out.read_bytes() == kept
     monkeypatch.undo()
     monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pair(legible(0), max_batch=4))

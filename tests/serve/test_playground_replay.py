@@ -201,14 +201,14 @@ def test_a_run_that_was_not_compared_has_no_race(opened: Callable[..., Any], ser
 
 def test_the_bar_names_the_models(opened: Callable[..., Any], server: Served) -> None:
     page = opened(server.url)
-    expect(page.locator("#pair")).to_have_text("target: scripted (float64 on cpu) · drafter: scripted")
+    expect(page.locator("#pair")).to_have_text("target: scripted (float32 on cpu) · drafter: scripted")
 
 
 def test_the_bar_names_a_model_once(opened: Callable[..., Any]) -> None:
     with served(pair(), model="scripted") as running:
         page = opened(running.url)
         expect(page.locator("#model")).to_have_text("scripted")
-        expect(page.locator("#pair")).to_have_text("float64 on cpu · drafter: scripted")
+        expect(page.locator("#pair")).to_have_text("float32 on cpu · drafter: scripted")
 
 
 def test_names_have_no_paths(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ class ScriptedModel(torch.nn.Module):
     Args:
         script: returns the logits after a history. It is called once per history and remembered.
         vocab_size: the width of the logits.
-        dtype: the data type of the logits.
+        dtype: the data type of the logits. The kernels in C decide on those in float32, torch on
+            those in float64.
         features: returns the hidden state after a history, of any layer; None = the logits.
 
     Attributes:
@@ -47,7 +48,7 @@ class ScriptedModel(torch.nn.Module):
         self,
         script: History,
         vocab_size: int,
-        dtype: torch.dtype = torch.float64,
+        dtype: torch.dtype = torch.float32,
         features: History | None = None,
     ) -> None:
         super().__init__()
@@ -190,7 +191,7 @@ class TableModel(ScriptedModel):
     """
 
     def __init__(
-        self, table: Tensor, dtype: torch.dtype = torch.float64, features: History | None = None
+        self, table: Tensor, dtype: torch.dtype = torch.float32, features: History | None = None
     ) -> None:
         super().__init__(self._after, table.shape[-1], dtype, features)
         self.table = table.log().to(dtype)
@@ -323,12 +324,14 @@ def adversary(target: History, vocab_size: int) -> History:
 # ── runners ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def runner(model: Any, context: int = 4096, name: str = "scripted") -> Runner:
+def runner(
+    model: Any, context: int = 4096, name: str = "scripted", attention: str = "auto"
+) -> Runner:
     """Makes a runner around a scripted (or any other) model, without checks.
 
     It is padded, so that unused columns are seen to be NaN.
     """
-    made = Runner(model, name, "interface", context)
+    made = Runner(model, name, "interface", context, attention)
     made.packs = False
     return made
 
@@ -337,18 +340,21 @@ def scripted(
     script: History,
     vocab_size: int,
     context: int = 4096,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float32,
     features: History | None = None,
 ) -> Runner:
-    """Makes the runner of a `ScriptedModel`."""
-    return runner(ScriptedModel(script, vocab_size, dtype, features), context)
+    """Makes the runner of a `ScriptedModel`.
+
+    It shares prompts alike with a compiler and without one: kernels for attention have no part.
+    """
+    return runner(ScriptedModel(script, vocab_size, dtype, features), context, attention="pad")
 
 
 def table_model(
     table: Tensor,
     context: int = 4096,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float32,
     features: History | None = None,
 ) -> Runner:
-    """Makes the runner of a `TableModel`."""
-    return runner(TableModel(table, dtype, features), context)
+    """Makes the runner of a `TableModel`, which shares prompts as that of `scripted`."""
+    return runner(TableModel(table, dtype, features), context, attention="pad")

@@ -71,28 +71,38 @@ def test_settings_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
 
 
 KILLED = """
-import sys
+import os, sys
 from pathlib import Path
 from shoal.evaluation.journal import Journal
-journal = Journal(Path(sys.argv[1]))
-for i in range(len(journal.entries), 1_000_000):
-    journal.append({"task_id": str(i), "text": "x" * 5000})
-    print(i, flush=True)
+while sys.stdin.readline():
+    if not os.fork():
+        journal = Journal(Path(sys.argv[1]))
+        for i in range(len(journal.entries), 1_000_000):
+            journal.append({"task_id": str(i), "text": "x" * 5000})
+            print(i, os.getpid(), flush=True)
+    print("ended by", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
+"""For each line that it reads, a copy of one process writes until it is killed."""
 
 
 def test_what_was_reported_done_survives_kill_9(tmp_path: Path) -> None:
     file, reported = tmp_path / "a.jsonl", 0
-    for _ in range(3):
-        running = subprocess.Popen([sys.executable, "-c", KILLED, str(file)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", KILLED, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdin is not None
         assert running.stdout is not None
-        for _ in range(5):
-            reported = int(running.stdout.readline()) + 1
-        running.send_signal(signal.SIGKILL)
-        running.communicate()
-        names = list(Journal(file).entries)
-        assert names == [str(i) for i in range(len(names))]
-        assert len(names) >= reported
+        for _ in range(3):
+            print(file=running.stdin, flush=True)
+            for _ in range(5):
+                number, process = map(int, running.stdout.readline().split())
+                reported = number + 1
+            os.kill(process, signal.SIGKILL)
+            ends = [line for line in iter(running.stdout.readline, f"ended by {-signal.SIGKILL}\n") if not line[0].isdigit()]
+            assert ends == []
+            names = list(Journal(file).entries)
+            assert names == [str(i) for i in range(len(names))]
+            assert len(names) >= reported
+        running.stdin.close()
     assert reported >= 15
 
 

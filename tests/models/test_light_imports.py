@@ -108,8 +108,6 @@ def test_exported_names_are_found_by_the_last_lines() -> None:
     found = head_start.from_last_lines(counted)
     assert [found(text) for text in texts] == [fetch(text) for text in texts]
     assert sum(read) * 10 < sum(map(len, texts))
-    code = "import transformers.utils.import_utils as utils\nseen = utils.fetch__all__.__name__"
-    assert seen(code) == "<lambda>"
 
 
 COMPILED = """
@@ -131,6 +129,11 @@ seen = [first is utils is torch._dynamo.utils, exc.counters is first.counters,
 """
 
 
+READ_QUICKLY = """
+import transformers.utils.import_utils as utils
+seen = [utils.fetch__all__.__name__]
+"""
+"""The names that files export are found by their last lines (`test_exported_names_are_found_by_the_last_lines`)."""
 ASKED_WITHOUT_IMPORT = """
 spec = importlib.util.find_spec("torch._dynamo")
 seen = [spec.origin.endswith("__init__.py"), isinstance(torch._dynamo, StandIn)]
@@ -175,11 +178,8 @@ ASKED: list[tuple[str, list[object]]] = [
     (ASKED_WITHOUT_IMPORT, [True, True]),
     (PART_OF_IT, [True, True]),
     (MARKED, [["in_graph", "mul", "mul"], [1.0, 1.0]]),
+    (READ_QUICKLY, ["<lambda>"]),
 ]
-
-
-def test_classes_are_imported_without_the_compiler_which_is_there_for_who_asks() -> None:
-    assert seen(EACH.format(codes=[code for code, _ in ASKED])) == [expected for _, expected in ASKED]
 
 
 FAILING = """
@@ -254,19 +254,24 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_code_of_a_models_repository_may_compile(tmp_path: Path) -> None:
+OF_A_REPOSITORY = """
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+before = isinstance(torch._dynamo, StandIn)
+read = AutoModelForCausalLM.from_pretrained({place!r}, trust_remote_code=True).eval()
+after = isinstance(torch._dynamo, StandIn)
+stock = LlamaForCausalLM.from_pretrained({place!r}).eval()
+tokens = torch.tensor([[1, 2]])
+seen = [before, after, type(read).__name__, torch.allclose(read(tokens).logits, 2 * stock(tokens).logits)]
+"""
+
+
+def test_classes_are_imported_without_the_compiler_which_is_there_for_who_asks(tmp_path: Path) -> None:
+    """And for code of a model's repository."""
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     config.auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     (tmp_path / "modeling_own.py").write_text(REMOTE)
     assert "auto_map" in (tmp_path / "config.json").read_text()
-    code = f"""
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
-before = isinstance(torch._dynamo, StandIn)
-read = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=True).eval()
-after = isinstance(torch._dynamo, StandIn)
-stock = LlamaForCausalLM.from_pretrained({str(tmp_path)!r}).eval()
-tokens = torch.tensor([[1, 2]])
-seen = [before, after, type(read).__name__, torch.allclose(read(tokens).logits, 2 * stock(tokens).logits)]
-"""
-    assert seen(code, HF_MODULES_CACHE=str(tmp_path / "modules")) == [True, False, "OwnForCausalLM", True]
+    asked = [*ASKED, (OF_A_REPOSITORY.format(place=str(tmp_path)), [True, False, "OwnForCausalLM", True])]
+    found = seen(EACH.format(codes=[code for code, _ in asked]), HF_MODULES_CACHE=str(tmp_path / "modules"))
+    assert found == [expected for _, expected in asked]

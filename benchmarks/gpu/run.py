@@ -140,7 +140,7 @@ def stages(device: str) -> list[Stage]:
         ),
         Stage("attention", "attention of one layer at real shapes", 60, _script("attention", at), variables=variables),
         Stage("products", "products and small kernels at real shapes", 75, _script("products", at), variables=variables),
-        Stage("passes", "passes against the floor", 60, _script("passes", device, "--shape", on["shape"], *contexts)),
+        Stage("passes", "passes against the floor", 60, _script("passes", at, "--shape", on["shape"], *contexts)),
         *(
             Stage(f"bench-{batch}", f"speculative against plain decoding, batch {batch}", limit, _bench(batch, on, tokens, repeats))
             for batch, limit in ((8, 75), (1, 55), (32, 60))

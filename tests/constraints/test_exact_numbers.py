@@ -84,6 +84,15 @@ def test_schemas_too_deep_are_refused_in_words(levels: int, bundled: shoal.Shoal
         bundled.generate("x", 1, grammar=Grammar("json_schema", text), max_new_tokens=4)
 
 
+@pytest.mark.parametrize("levels", [40, 59])
+def test_conditions_that_become_too_deep_are_refused_in_words(levels: int, bundled: shoal.Shoal) -> None:
+    text = '{"dependentSchemas":{"a":' * levels + "{}" + "}}" * levels
+    with pytest.raises(
+        RequestError, match=rf"nested more than {MOST_LEVELS} levels deep, once its conditions are rewritten"
+    ):
+        bundled.generate("x", 1, grammar=Grammar("json_schema", text), max_new_tokens=4)
+
+
 def test_a_schema_as_deep_as_can_be_is_read(bundled: shoal.Shoal) -> None:
     levels = MOST_LEVELS - 1
     text = '{"type":"array","items":' * levels + "{}" + "}" * levels

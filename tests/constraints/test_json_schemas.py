@@ -235,7 +235,7 @@ FORMATS = {
         ["23:59:60Z", "24:00:00Z", "10:00:00+24:00", "10:00:00.1234567890Z", "10:00Z"],
     ),
     "date": (["2024-02-29", "9999-12-31"], ["2023-02-29", "0000-01-01", "1900-02-29", "2024-04-31"]),
-    "duration": (["P1Y2M3DT4H5M6S", "P3W"], ["P" + 40 * "1" + "Y", "P"]),
+    "duration": (["P1Y2M3DT4H5M6S", "P3W"], ["P" + 40 * "1" + "Y", "P", "P1234567D"]),
     "email": (["a.b+c@example.org", "x" * 64 + "@" + ".".join(["y" * 46] * 4)], ["x" * 65 + "@y", "x@" + "y." * 127 + "y"]),
     "hostname": ([".".join(["y" * 50] * 4)], ["y." * 127 + "y"]),
     "uri": (["https://example.org/a?b=c#d"], ["https://" + "y" * 2048]),
@@ -447,6 +447,33 @@ def test_names_of_properties_that_others_can_say() -> None:
             row_of(of({"type": "object", "propertyNames": names}))
 
 
+@pytest.mark.parametrize(("name", "key", "other"), [
+    ("uuid", "123e4567-e89b-12d3-a456-426614174000", "123e4567-e89b-12d3-a456-42661417400"), ("date", "2024-02-29", "2023-02-29"),
+    ("ipv4", "1.2.3.255", "1.2.3.256"), ("date-time", "2024-02-29T10:00:00Z", "2024-02-29"), ("int64", "x", None),
+])  # fmt: skip
+def test_names_of_a_format_are_kept(name: str, key: str, other: str | None) -> None:
+    """As of pydantic's dict[UUID, int]; a format that says nothing says nothing of names."""
+    schema = {
+        "type": "object",
+        "propertyNames": {"type": "string", "format": name},
+        "additionalProperties": {"type": "integer"},
+    }
+    assert fits(of(schema), f'{{"{key}":1}}')
+    assert not fits(of(schema), f'{{"{key}":"x"}}')
+    assert other is None or not fits(of(schema), f'{{"{other}":1}}')
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "number", "exclusiveMinimum": 2, "allOf": [{"maximum": 2.5}]},
+    {"type": "number", "allOf": [{"exclusiveMinimum": 2}, {"maximum": 2.5}]},
+    {"allOf": [{"type": "number", "exclusiveMaximum": 3}, {"allOf": [{"minimum": 2.5}]}]},
+    {"type": "integer", "maximum": 5, "allOf": [{"exclusiveMinimum": 1, "minimum": 0}, {"multipleOf": 2}, {"maximum": 7}]},
+])  # fmt: skip
+def test_bounds_of_several_schemas_are_one(schema: dict[str, Any]) -> None:
+    for value in (0, 1, 2, 2.25, 2.5, 3, 4, 5, 6):
+        assert takes(of(schema), json.dumps(value)) is jsonschema.Draft202012Validator(schema).is_valid(value), value
+
+
 def test_both_hold_where_a_pattern_matches_a_listed_property() -> None:
     size = {"type": "integer", "multipleOf": 4}
     for pattern, key in (("^size$", "size"), ("^(size|x)$", "size"), ("^(?:x|size)$", "x")):
@@ -458,6 +485,40 @@ def test_both_hold_where_a_pattern_matches_a_listed_property() -> None:
         assert found == [True, False, False]
         state = masks(of(schema | {"properties": {key: size}}), f'{{"{key}":8')
         assert bool(state[-1][encode(",")[0]]) == (pattern != "^size$"), "a key that nothing can be would follow"
+
+
+def test_a_pattern_of_listed_and_other_names_binds_both() -> None:
+    schema = {
+        "type": "object", "properties": {"a": {"type": "integer"}}, "patternProperties": {"^(a|b|c)$": {"enum": [7, "x"]}},
+        "required": ["a", "b"], "additionalProperties": False,
+    }  # fmt: skip
+    for text, fit in (
+        ('{"a":7,"b":7}', True),
+        ('{"a":7,"b":"x","c":7}', True),
+        ('{"a":"x","b":7}', False),
+        ('{"a":7,"b":8}', False),
+    ):
+        assert fits(of(schema), text) is fit
+
+
+@pytest.mark.parametrize("character", ["\0", "\x01", "\x0b", "\x1f", "\x7f"])
+@pytest.mark.parametrize("make", [
+    lambda one: {"const": f"{one}a"}, lambda one: {"enum": ["b", {"x": [one]}]}, lambda one: {"items": {"const": one}},
+    lambda one: {"type": "string", "pattern": f"^{one}a$"}, lambda one: {"type": "string", "pattern": f"^a|\\x{ord(one):02x}$"},
+    lambda one: {"type": "string", "pattern": f"\\u{ord(one):04X}+"},
+])  # fmt: skip
+def test_control_characters_that_json_only_escapes_are_refused(make: Any, character: str) -> None:
+    """The library leaves them out of the text, which then is another one."""
+    with pytest.raises(RequestError, match=rf"the control character U\+{ord(character):04X}, which is not written in JSON"):
+        row_of(of(make(character)))
+
+
+def test_control_characters_that_json_writes_are_kept() -> None:
+    told = "\b\f\n\r\t\x80\u2028"
+    assert fits(of({"const": told}), json.dumps(told, ensure_ascii=False))
+    assert fits(of({"type": "string", "pattern": r"^\cJ\x09[^\x00-\x1f\x7f]\\x01$"}), json.dumps("\n\tb\\x01"))
+    key = {"type": "object", "properties": {"\x01k": {"const": 1}}, "required": ["\x01k"], "additionalProperties": False}
+    assert fits(of(key), json.dumps({"\x01k": 1}, separators=(",", ":")))
 
 
 # ── uniqueItems ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -599,11 +660,39 @@ def test_what_is_proved_is_true(schemas: list[Any], definitions: dict[str, Any])
         ({"$ref": "https://a.test/b"}, 'https://a.test/b" is another document: copy it into $defs'),
         ({"items": {"$ref": "#/$defs/none"}}, '"#/$defs/none" leads nowhere'),
         ({"allOf": [{"required": ["a"]}], "unevaluatedProperties": False}, '"unevaluatedProperties" cannot be kept'),
+        (
+            {"patternProperties": {"^a$": True, "^a": {"maximum": 3}}},
+            "two patterns of patternProperties, ^a$ and ^a: let each",
+        ),
+        (
+            {"type": "object", "properties": {"a": False}, "required": ["a"]},
+            "cannot be used: no value fits the required property 'a'",
+        ),
+        ({"enum": []}, "no value fits an empty list of types, values or alternatives"),
+        ({"not": {}}, "cannot be used: no value fits false"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "no value fits it: minimum (5) is greater than maximum (4)"),
+        ({"minimum": "1"}, '"minimum" must be a number, got "1"'),
+        ({"maxLength": 1.5}, '"maxLength" must be a whole number, 0 or more, got 1.5'),
+        ({"required": "a"}, '"required" must be of the type array, got "a"'),
+        ({"items": 5}, "a schema must be an object, true or false"),
+        (None, "a schema must be an object, true or false"),
+        ([], "a schema must be an object, true or false"),
+        ({"multipleOf": 0}, '"multipleOf" must be a number above 0'),
+        ({"type": "number", "minimum": 1e308}, "no number that is written here lies within minimum and maximum"),
+        ({"$ref": "#foo"}, '"$ref": "#foo" leads nowhere: the schema has no such part'),
+        ({"$ref": "foo"}, '"$ref": "foo" is another document'),
+        ({"type": "intege"}, '"type": "intege" is none: string, number'),
     ],
 )
-def test_a_refusal_speaks_of_the_schema(schema: dict[str, Any], said: str) -> None:
+def test_a_refusal_speaks_of_the_schema(schema: Any, said: str) -> None:
     with pytest.raises(RequestError, match=re.escape(said)):
         compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(of(schema))
+
+
+@pytest.mark.parametrize("text", ["{", '{"type": "string"}}', '{"minimum": 1e999}', "[1"])
+def test_a_text_that_is_no_json_is_refused_as_such(text: str) -> None:
+    with pytest.raises(RequestError, match="the json_schema grammar cannot be used: no JSON: "):
+        compiler.grammars_of(TOKENIZER, VOCABULARY).constraint(Grammar("json_schema", text))
 
 
 SHARED = {

@@ -444,6 +444,8 @@ def test_a_choice_of_any_characters(server: Served) -> None:
     """Those that JSON does not escape, too."""
     for text in ("a\x7f", "\x00b", "\x1f\x85\u2028", 'q"\\\n'):
         assert server.post(guided_choice=[text], max_tokens=20).json()["choices"][0]["text"] == text
+    for fields in ({"guided_grammar": 'root ::= "a\x7f"'}, {"grammar": {"type": "lark", "text": 'start: "a\x7f"'}}):
+        assert server.post(**fields, max_tokens=20).json()["choices"][0]["text"] == "a\x7f"
 
 
 def test_formats_that_say_nothing_are_named(server: Served) -> None:

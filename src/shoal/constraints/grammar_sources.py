@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal.config import Grammar
 from shoal.constraints.json_schemas import prepared
+from shoal.constraints.schema_checks import NO_SCHEMA
 from shoal.errors import RequestError
 
 
@@ -90,6 +91,34 @@ def unusable(grammar: Grammar, error: str) -> RequestError:
     return RequestError(f"the {grammar.kind} grammar cannot be used: {short(error)}")
 
 
+REWORDED = (
+    (
+        "Unsatisfiable schema: anyOf is empty",
+        "no value fits an empty list of types, values or alternatives",
+    ),
+    ("Unsatisfiable schema: schema is false", "no value fits false"),
+    ("Unsatisfiable schema: (.*)", r"no value fits it: \1"),
+    ("Expected f64 for '(.*)', got (.*)", r'"\1" must be a number, got \2'),
+    (
+        "Expected positive integer for '(.*)', got (.*)",
+        r'"\1" must be a whole number, 0 or more, got \2',
+    ),
+    ("Expected (.*) for '(.*)', got (.*)", r'"\2" must be of the type \1, got \3'),
+    ("schema must be an object or boolean", NO_SCHEMA),
+    ("invalid multiple of", '"multipleOf" must be a number above 0'),
+    (
+        "Failed to generate regex for float range",
+        "no number that is written here lies within minimum and maximum",
+    ),
+    ("Anchor '(.*)' does not exist", r'"$ref": "#\1" leads nowhere: the schema has no such part'),
+    (
+        "Invalid type: (.*)",
+        r'"type": "\1" is none: string, number, integer, boolean, array, object, null',
+    ),
+)
+"""Patterns of messages of llguidance, and what they say in JSON Schema's words."""
+
+
 def short(text: str) -> str:
     """Returns an error message of llguidance, shortened: it may quote all of a grammar."""
     text = text.strip().removesuffix("<non-verbose/>").strip()
@@ -106,14 +135,25 @@ def short(text: str) -> str:
         )
     if reference := re.match("Resource '(.*?)' is not present in a registry", text):
         return (
-            f'"$ref": "{reference[1]}" is another document: copy it into $defs, and refer to that'
+            f'"$ref": "{reference[1].removeprefix("json-schema:///")}" is another document: copy '
+            f"it into $defs, and refer to that"
         )
     if reference := re.match("Pointer '(.*?)' does not exist", text):
         return f'"$ref": "#{reference[1]}" leads nowhere: the schema has no such part'
+    if patterns := re.match("patternProperty regexes /(.*)/ and /(.*)/ are not disjoint", text):
+        return (
+            f"a name may fit two patterns of patternProperties, {patterns[1]} and {patterns[2]}: "
+            f"let each name fit one"
+        )
+    if name := re.match("Unsatisfiable schema: required property '(.*)' is unsat", text):
+        return f"no value fits the required property {name[1]!r}"
     if text.startswith("Unsatisfiable schema: Regex is empty"):
         return "no text fits what it says of a string (pattern, format, enum, lengths)"
+    for words, ours in REWORDED:
+        if found := re.match(words, text):
+            return found.expand(ours)
     pattern = re.search(r"regex parse error:\s+(.*)\n|in regex /(.*)/$", text)
-    own = (pattern[1] or pattern[2])[:200] if pattern else "it"
+    own = (pattern[1] or pattern[2])[:200] if pattern else "the pattern"
     if "look-around" in text or "lookarounds" in text:
         return (
             f"a pattern looks around (\\b, (?=, (?!), which cannot be kept: leave it out of {own}"
@@ -144,7 +184,7 @@ def _without_surroundings(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return str(matcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
-        return str(matcher.grammar_from_lark(grammar.text))
+        return str(matcher.grammar_from_lark(grammar.text.replace("\x7f", "\\u007f")))
     schema, options = prepared(grammar.text or '{"type": "object"}', grammar.whitespace)
     return str(matcher.grammar_from_json_schema(schema, defaults=options or None))
 

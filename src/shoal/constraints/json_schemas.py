@@ -13,12 +13,16 @@ from typing import Any
 
 from shoal.constraints.schema_checks import (
     BOUNDS,
+    MOST_READ,
+    NO_SCHEMA,
     inward,
     readable_pattern,
     require_exact,
     require_levels,
+    require_writable,
     too_deep,
     with_counts,
+    with_joined_bounds,
     with_open_units,
     with_orders,
     without_looks,
@@ -36,9 +40,10 @@ WHITESPACE: dict[str, dict[str, Any]] = {
 ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
 """The escapes of JSON that are allowed. \\u is not: a key that the schema does not list could spell
 a listed one by it."""
-DIGITS, EXPONENT, FRACTION = 20, 3, 9
+DIGITS, EXPONENT, FRACTION, COUNT = 20, 3, 9, 6
 """The most digits of a number before the point, and behind it (64-bit integers and all digits of a
-double fit); of its exponent; of a fraction of a second."""
+double fit); of its exponent; of a fraction of a second; of a number in a duration (Python's has 9
+for days, and 999,999 years fit)."""
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
@@ -56,7 +61,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "date-time": {"pattern": f"^{_DATE}T{_TIME}$"},
     "date": {"pattern": f"^{_DATE}$"},
     "time": {"pattern": f"^{_TIME}$"},
-    "duration": {"format": "duration", "maxLength": 32},
+    "duration": {
+        "format": "duration",
+        "pattern": f"^(?:[^0-9]+[0-9]{{1,{COUNT}}})+[^0-9]$",
+        "maxLength": 32,
+    },
     "email": {"format": "email", "pattern": "^[^@]{1,64}@", "maxLength": 254},
     "hostname": {"format": "hostname", "maxLength": 253},
     "uri": {"format": "uri", "maxLength": 2048},
@@ -74,6 +83,13 @@ lengths are from RFC 5321 4.5.3.1 and RFC 1035 2.3.4, and for a URI the longest 
 llguidance does not know the last four: base64 (RFC 4648; the bits that pad are 0), versions
 (semver.org 2.0.0; as long as npm takes them), JSON pointers (RFC 6901) and relative ones without
 `+` and `-`."""
+_HEX, _BYTE = "[0-9a-fA-F]", "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+NAMES_BY_FORMAT = {
+    "uuid": f"^{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}$",
+    "ipv4": f"^{_BYTE}(?:[.]{_BYTE}){{3}}$",
+} | {name: said["pattern"] for name, said in FORMATS.items() if [*said] == ["pattern"]}
+"""The formats that names of properties may have, as of pydantic's dict[UUID, ...], and their
+patterns."""
 KEPT = {*FORMATS, "ipv4", "ipv6", "uuid", "unknown"}
 LOST = (
     *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template"),
@@ -109,7 +125,7 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
     """Returns a schema for llguidance, and the options to read it with if it sets none itself.
 
     Args:
-        text: the schema; a text that is no JSON comes back unchanged.
+        text: the schema.
         whitespace: a name of `WHITESPACE`.
 
     Raises:
@@ -118,9 +134,13 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
     try:
         root = json.loads(text)
         require_levels(root)
+        if not isinstance(root, (dict, bool)):
+            raise RequestError(f"the json_schema grammar cannot be used: {NO_SCHEMA}")
         root = {} if root is True else _of_known_version(root)  # True has no room for options
         own = root.get("x-guidance") if isinstance(root, dict) else None
-        text = json.dumps(_DocumentReader(root).bounded(root), allow_nan=False, ensure_ascii=False)
+        made = _DocumentReader(root).bounded(root)
+        require_levels(made, MOST_READ)
+        text = json.dumps(made, allow_nan=False, ensure_ascii=False)
         text.encode()
     except RequestError:
         raise
@@ -131,8 +151,8 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
         ) from error
     except RecursionError as error:
         raise too_deep() from error
-    except ValueError:
-        return text, {}
+    except ValueError as error:
+        raise RequestError(f"the json_schema grammar cannot be used: no JSON: {error}") from error
     if not isinstance(root, dict):
         return text, {}
     blanks = isinstance(own, dict) and ("whitespace_flexible" in own or "whitespace_pattern" in own)
@@ -183,9 +203,10 @@ class _DocumentReader:
             return {name: self.bounded(one) for name, one in schema.items()}
         for keyword in ("const", "enum"):
             require_exact(schema.get(keyword))
+            require_writable(schema.get(keyword))
         schema = {k: inward(k, v) if k in BOUNDS else v for k, v in schema.items()}
         schema = without_conditions(without_unevaluated(schema))
-        schema = with_open_units(with_counts(schema))
+        schema = with_open_units(with_joined_bounds(with_counts(schema)))
         schema = _without_listed_patterns(self._with_named_keys(schema))
         _require_countable(schema)
         made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}
@@ -223,8 +244,10 @@ class _DocumentReader:
             keys = {"patternProperties": {f"^.{{{least},{most}}}$": values}}
         elif [*said] == ["pattern"]:
             keys = {"patternProperties": {said["pattern"]: values}}
+        elif [*said] == ["format"] and said["format"] in NAMES_BY_FORMAT:
+            keys = {"patternProperties": {NAMES_BY_FORMAT[said["format"]]: values}}
         else:
-            return schema
+            return rest if is_remark(said) and [*said] == ["format"] else schema
         return rest | keys | {"additionalProperties": False}
 
     def _items(self, schema: dict[str, Any]) -> Any:
@@ -252,7 +275,7 @@ class _DocumentReader:
 
 
 def _without_listed_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema without patterns that match listed properties only, which fit both.
+    """Returns the schema without patterns of listed properties' names, which fit both.
 
     llguidance takes the listed names out of a pattern's keys. If that leaves no key, a text could
     go on to a place where none is possible.
@@ -264,10 +287,12 @@ def _without_listed_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     for pattern, one in patterns.items():
         found = NAMED.fullmatch(pattern)
         names = (found[1] or found[2]).split("|") if found else []
-        if not names or not own.keys() >= set(names):
+        if not own.keys() & set(names):
             left[pattern] = one
             continue
-        own |= {name: {"allOf": [own[name], one]} for name in names}
+        own |= {name: {"allOf": [own[name], one]} for name in names if name in own}
+        if others := [name for name in names if name not in own]:
+            left[f"^({'|'.join(others)})$"] = one
     rest = {k: v for k, v in schema.items() if k != "patternProperties"}
     return rest | {"properties": own} | ({"patternProperties": left} if left else {})
 

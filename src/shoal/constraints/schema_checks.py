@@ -28,25 +28,28 @@ LARGEST = 2**63 - 1024
 """The largest double that is a 64-bit integer."""
 MOST_LEVELS = 120
 """The most levels of arrays and objects in a schema."""
+NO_SCHEMA = "a schema must be an object, true or false"
+MOST_READ = 123
+"""The most levels that the grammar library reads, of a schema as it is rewritten for it."""
 BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 """The keywords that bound numbers, and the direction of the numbers that they leave."""
 
 
-def require_levels(root: Any) -> None:
+def require_levels(root: Any, most: int = MOST_LEVELS) -> None:
     """Raises RequestError: a document has more levels than can be read."""
     level, depth = [root], 0
     while level:
         depth += 1
-        if depth > MOST_LEVELS + 1:
-            raise too_deep()
+        if depth > most + 1:
+            raise too_deep("" if most == MOST_LEVELS else ", once its conditions are rewritten")
         level = [one for whole in level for one in _parts(whole)]
 
 
-def too_deep() -> RequestError:
+def too_deep(when: str = "") -> RequestError:
     """Returns the error for a document of too many levels."""
     return RequestError(
         f"the json_schema grammar cannot be used: it is nested more than {MOST_LEVELS} levels "
-        "deep; define parts of it in $defs and refer to them by $ref"
+        f"deep{when}; define parts of it in $defs and refer to them by $ref"
     )
 
 
@@ -61,6 +64,29 @@ def require_exact(value: Any) -> None:
                 f"the json_schema grammar cannot be used: {one} in const or enum has more than 53 "
                 "bits and would come out as another number; give it as a string, or leave it out"
             )
+
+
+UNWRITTEN = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""The characters that stand for nothing here: JSON, or the grammar library, has only \\u for them,
+which no text uses."""
+
+
+def require_writable(value: Any) -> None:
+    """Raises RequestError: a constant holds a character that no text here can have."""
+    parts = [value]
+    while parts:
+        one = parts.pop()
+        parts += _parts(one)
+        if isinstance(one, str) and (found := UNWRITTEN.search(one)):
+            raise unwritable(found[0], "const or enum")
+
+
+def unwritable(character: str, place: str) -> RequestError:
+    """Returns the error for a character in a place of a schema."""
+    return RequestError(
+        f"the json_schema grammar cannot be used: {place} has the control character "
+        f"U+{ord(character):04X}, which is not written in JSON here; leave it out"
+    )
 
 
 def _written(number: int) -> int | None:
@@ -92,6 +118,28 @@ def inward(keyword: str, bound: Any) -> Any:
     rounded = float(bound)
     outside = (int(rounded) - bound) * way < 0
     return int(math.nextafter(rounded, way * math.inf) if outside else rounded)
+
+
+def with_joined_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema with the bounds of the schemas in its `allOf` among its own.
+
+    The grammar library joins them without a look at exclusive ones next to others.
+    """
+    parts = schema.get("allOf")
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return schema
+    parts = [with_joined_bounds(part) for part in parts]
+    whole = [schema, *parts]
+    found = {word: [one[word] for one in whole if word in one] for word in BOUNDS}
+    if not all(is_number(bound) for bounds in found.values() for bound in bounds):
+        return schema  # "exclusiveMinimum": true of draft 4, or no bound at all
+    joined = {
+        word: max(bounds) if BOUNDS[word] > 0 else min(bounds)
+        for word, bounds in found.items()
+        if bounds
+    }
+    left = [{k: v for k, v in part.items() if k not in BOUNDS} for part in parts]
+    return {**schema, **joined, "allOf": left}
 
 
 def with_open_units(schema: dict[str, Any]) -> dict[str, Any]:
@@ -140,10 +188,23 @@ def _without_edges(pattern: str) -> str:
 
 
 ATOM = re.compile(
-    r"(?s:(?P<set>\\[pP](?:\{[^}]*\}|.))|(?P<nul>\\x00|\\u0000|\0)|\\."
+    r"(?s:(?P<set>\\[pP](?:\{[^}]*\}|.))|(?P<nul>\\x00|\\u0000|\0)"
+    r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|c[a-zA-Z])|\\."
     r"|(?P<begin>\[\^?)(?P<first>\]?)|(?P<end>\])|(?P<pair>&&|~~|--)|.)"
 )
 """The parts of a pattern: sets by a property, NUL, escapes, and the marks of classes."""
+
+
+def _control(atom: str) -> str:
+    """Returns the control character that a part of a pattern stands for; "" if it is another."""
+    code = atom[2:] if atom.startswith("\\") else ""
+    if len(code) > 1:
+        text = chr(int(code, 16))
+    elif code:
+        text = chr(ord(code) % 32)
+    else:
+        text = {"\\v": "\v", "\\0": "\0"}.get(atom, atom)
+    return text if UNWRITTEN.fullmatch(text) else ""
 
 
 def readable_pattern(pattern: Any) -> Any:
@@ -158,10 +219,14 @@ def readable_pattern(pattern: Any) -> Any:
     made, inside = "", False
     for atom in ATOM.finditer(_without_edges(pattern)):
         text = atom[0]
+        if not (inside or atom["set"]) and (control := _control(text)):
+            raise unwritable(control, f"the pattern {pattern[:200]}")
         if atom["set"]:
             text = rf"[{text}--\x00]"
         elif atom["nul"]:
             text = r"\x01"
+        elif text.startswith(r"\c") and text[2:]:
+            text = rf"\x{ord(text[2]) % 32:02x}"
         elif atom["begin"] and inside:
             text, inside = rf"\{text}", not atom["first"]
         elif atom["begin"]:

@@ -509,6 +509,22 @@ def test_tokens_of_equal_huge_biases_keep_their_ratio(bias: float) -> None:
     assert float(found.flatten()[3:].sum()) == 0
 
 
+HUGE = [
+    {"presence_penalty": -1e39}, {"frequency_penalty": -1e308}, {"presence_penalty": 1e300, "frequency_penalty": -1e301},
+    {"presence_penalty": 1e39}, {"repetition_penalty": 1e-39}, {"repetition_penalty": 5e-324}, {"repetition_penalty": 1e39},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("penalties", HUGE, ids=str)
+def test_penalties_beyond_the_dtype_are_large_ones(penalties: dict[str, float], temperature: float) -> None:
+    row = make_row(Sampling(temperature=temperature, **penalties), [1, 2, 2], prompt=1, eos=[8])
+    found = probabilities(torch.tensor([[[-3.0, 1.0, 2.0, -1.0, 0.5]]]), [row], [[]]).flatten()
+    assert float(found.sum()) == pytest.approx(1)
+    favoured = min(penalties.values()) < 0 or penalties.get("repetition_penalty", 9) < 1
+    assert float(found[2]) == pytest.approx(1.0 if favoured else 0.0, abs=0.3)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(logit_bias={9: 1.0}), Sampling(bad_words=[(1, 9)])])
 def test_ids_outside_the_vocabulary_are_refused(sampling: Sampling) -> None:
     with pytest.raises(RequestError, match=r"token id 9, expected ids in \[0, 5\)"):

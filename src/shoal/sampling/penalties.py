@@ -42,8 +42,10 @@ _POSITION_INDEPENDENT = frozenset(
 One call of them does the whole block.
 """
 LARGEST_BIAS = 1e4
-"""The most that a bias adds or takes away: no logit is near it, and those of tokens with equal
-biases keep three digits beside it in float32."""
+"""The most that a bias or penalty adds or takes away: no logit is near it, and those of tokens with
+equal biases keep three digits beside it in float32."""
+LARGEST_FACTOR = 1e30
+"""The most that a penalty multiplies or divides a score by: products stay finite in float32."""
 
 
 def require_ids(sampling: Sampling, vocab: int) -> None:
@@ -85,11 +87,14 @@ def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) 
         biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float64)
         scores[..., ids] += biases.clamp(-LARGEST_BIAS, LARGEST_BIAS).to(scores)
     if sampling.repetition_penalty != 1:
-        penalty = sampling.repetition_penalty
+        penalty = min(max(sampling.repetition_penalty, 1 / LARGEST_FACTOR), LARGEST_FACTOR)
         seen = [row.counts.upto(row.tokens) for row in rows]
         _replace(scores, seen, positions, lambda s, _: torch.where(s < 0, s * penalty, s / penalty))
     if sampling.presence_penalty or sampling.frequency_penalty:
-        presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+        presence, frequency = (
+            min(max(penalty, -LARGEST_BIAS), LARGEST_BIAS)
+            for penalty in (sampling.presence_penalty, sampling.frequency_penalty)
+        )
         output = [row.output_counts.upto(row.tokens) for row in rows]
         _replace(scores, output, positions, lambda s, count: s - (presence + frequency * count))
     if sampling.no_repeat_ngram or sampling.bad_words or sampling.min_new_tokens:

@@ -166,6 +166,36 @@ def test_thoughts_are_cut_off(ours: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert ours.generate_until([stopped], True) == [answer.split('"""')[0].split("numbers")[0].lstrip()]
 
 
+@pytest.mark.parametrize("given", [
+    {"num_beams": 1}, {"num_return_sequences": 1}, {"pad_token_id": 0}, {"early_stopping": True, "length_penalty": 2.0},
+    {"temperature": None, "top_k": None, "stop": None}, {"use_cache": True},
+], ids=str)  # fmt: skip
+def test_options_that_ask_for_nothing_are_passed_over(ours: Any, given: dict[str, Any]) -> None:
+    options = {"until": ["\n\n"], "max_gen_toks": 6}
+    plain, with_them = (ours._request(1, "a", one) for one in (options, options | given))
+    assert (plain.sampling, plain.limits) == (with_them.sampling, with_them.limits)
+
+
+def test_ends_of_answers_have_two_names(ours: Any) -> None:
+    for given in ({"stop": ["numbers"]}, {"until": ['"""'], "stop": "numbers"}, {"until": "numbers", "stop": None}):
+        whole, cut = (
+            ours.generate_until([asked("generate_until", PROMPTS[1], {"max_gen_toks": 16, **one})], True)[0]
+            for one in ({}, given)
+        )
+        assert cut == whole.split('"""' if "until" in given and given["stop"] else "numbers")[0].split("numbers")[0]
+        assert cut != whole
+
+
+def test_thinking_is_an_argument_of_the_template(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.integrations.lm_eval import TextSettings
+
+    monkeypatch.setattr(ours.tokenizer, "chat_template", "{{ enable_thinking }} {{ other }}", raising=False)
+    for own, said in (({"enable_thinking": False}, "False 1"), ({}, "True 1"), ({"enable_thinking": None}, "True 1")):
+        own = {"chat_template_args": {"enable_thinking": True, "other": 1}, **own}
+        monkeypatch.setattr(ours, "texts", TextSettings(**own))
+        assert ours.apply_chat_template([{"role": "user", "content": "a"}]) == said
+
+
 @pytest.mark.parametrize(
     ("given", "message"), [({"num_beams": 4}, "num_beams"), ({"temperature": -1.0}, "temperature"), ({"stops": "x"}, "stop")]
 )

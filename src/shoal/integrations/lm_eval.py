@@ -35,11 +35,13 @@ from shoal.sampling.acceptance import RULES
 from shoal.types.arguments import split_options
 from shoal.types.requests import Request, occurrences
 
-IGNORED = ("do_sample", "use_cache")
+IGNORED = ("do_sample", "use_cache", "pad_token_id", "early_stopping", "length_penalty")
 """The options of tasks that have no effect.
 
-Temperature 0 is greedy, and there is always a cache.
+Temperature 0 is greedy, there is always a cache, and the last two are about beams.
 """
+ALONE = ("num_beams", "num_return_sequences")
+"""The options of tasks that have no effect if they are 1."""
 
 
 WITHOUT_EFFECT = {"batch_size", "max_batch_size"}
@@ -61,6 +63,7 @@ class TextSettings:
             or "right".
         think_end_token: the answer begins behind it.
         chat_template_args: the arguments of the tokenizer's chat template; None = none.
+        enable_thinking: one of these arguments; None = as the template has it.
     """
 
     max_length: int | None = None
@@ -70,6 +73,7 @@ class TextSettings:
     truncation_side: str = "left"
     think_end_token: str | None = None
     chat_template_args: Mapping[str, Any] | None = None
+    enable_thinking: bool | None = None
 
 
 @register_model("shoal")
@@ -147,12 +151,14 @@ class ShoalLM(TemplateLM):
 
         Without `add_generation_prompt` its last message is continued.
         """
+        thinks = self.texts.enable_thinking
+        own = {} if thinks is None else {"enable_thinking": thinks}
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-            **(self.texts.chat_template_args or {}),
+            **{**(self.texts.chat_template_args or {}), **own},
         )
 
     def tok_encode(
@@ -244,23 +250,17 @@ class ShoalLM(TemplateLM):
         texts = [""] * len(requests)
         for same, output in zip(asked.values(), result, strict=True):
             for i, sample in zip(same, output.samples, strict=True):
-                until = [
-                    stop
-                    for stop in handle_stop_sequences(requests[i].args[1].get("until"), None)
-                    if stop
-                ]
                 texts[i] = postprocess_generated_text(
-                    sample.text, until, self.texts.think_end_token
+                    sample.text, _ends(requests[i].args[1]), self.texts.think_end_token
                 )
                 self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts
 
     def _request(self, n: int, text: str, given: Mapping[str, Any]) -> Request:
         """Makes a request for n samples of one prompt."""
-        options = dict(
-            normalize_gen_kwargs(dict(given), default_max_gen_toks=self.texts.max_gen_toks)
-        )
-        until = [stop for stop in options.pop("until") if stop]
+        own = {name: value for name, value in given.items() if value is not None}
+        until = _ends(own)
+        options = dict(normalize_gen_kwargs(own, default_max_gen_toks=self.texts.max_gen_toks))
         if (
             self.texts.think_end_token
         ):  # a text that ends an answer may stand in the thoughts before it
@@ -274,7 +274,8 @@ class ShoalLM(TemplateLM):
             side=self.texts.truncation_side,
             shrink_gen_toks=most >= self.max_length,  # which would leave no token of the prompt
         )
-        named = {name: value for name, value in options.items() if name not in IGNORED}
+        passed = {"until", "stop", *IGNORED, *(name for name in ALONE if options.get(name) == 1)}
+        named = {name: value for name, value in options.items() if name not in passed}
         named = (
             {"temperature": 0.0, "seed": self._seed}
             | named
@@ -282,6 +283,12 @@ class ShoalLM(TemplateLM):
         )
         sampling, limits, _ = split_options(named)
         return Request(tuple(ids), n, sampling, limits, prompt=text)
+
+
+def _ends(given: Mapping[str, Any]) -> list[str]:
+    """Returns the texts that end an answer, by either of their names."""
+    named = [handle_stop_sequences(given.get(name), None) for name in ("until", "stop")]
+    return [stop for stops in named for stop in stops if stop]
 
 
 def _loaded(pretrained: Source | Shoal | None, draft: Any, options: Mapping[str, Any]) -> Shoal:

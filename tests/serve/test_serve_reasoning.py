@@ -193,6 +193,17 @@ def test_stop_strings_are_for_the_answer(says: Served) -> None:
         assert (message["reasoning_content"], message["content"]) == ("so a b", "c a ")
 
 
+@pytest.mark.parametrize("stop", ["\n", "\n\n", " "])
+@pytest.mark.parametrize("opened", [False, True])
+def test_stop_strings_of_blanks_wait_for_the_answer(opened: bool, stop: str) -> None:
+    """lm-eval sends "\n\n" with every prompt, and models write it before each answer."""
+    said = "<think>\nso\n\nit is\n</think>\n\n \nYes, no.\n\n more"
+    with served(pair(speaks(said), TOKENIZER), chat_template=OPENED if opened else HYBRID) as server:
+        choice = asked(server, stop=[stop])["choices"][0]
+        assert (choice["message"]["reasoning_content"], choice["finish_reason"]) == ("so\n\nit is", "stop")
+        assert choice["message"]["content"] == ("Yes," if stop == " " else "Yes, no.")
+
+
 def test_stop_strings_wait_for_the_least_number_of_tokens() -> None:
     with served(pair(speaks("ab ab ab"), TOKENIZER), chat_template=BODY, turn_ends=("ab",)) as server:
         for least, text in ((0, ""), (1, ""), (2, "ab "), (4, "ab "), (5, "ab ab "), (8, "ab ab ab")):

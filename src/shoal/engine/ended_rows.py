@@ -131,13 +131,15 @@ class Passage:
 
     Args:
         opening: a regular expression of the text before a part.
-        closing: the text behind it; empty if the part goes on to the end.
+        closing: the text behind it; empty if the part goes on to the end. Blanks behind the closing
+            of a part that begins the text belong to it: they are no part of the answer.
     """
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening, self._closing = re.compile(opening), closing
         self._first_only, self._longest = opening.startswith(r"\A"), len(opening)
         self._inside, self._over, self._at = False, False, 0
+        self._behind: int | None = None
 
     def covers(self, text: str, sure: int, start: int, end: int) -> bool:
         """Returns True if a place of the text is within such a part.
@@ -155,7 +157,9 @@ class Passage:
             if close < 0 or close >= end:
                 return True
             self._inside, self._over, self._at = False, self._first_only, close
-        return False
+            self._behind = close + len(self._closing)
+        answer = self._behind if self._first_only else None
+        return answer is not None and answer <= start and text[answer:end].isspace()
 
     def _opened(self, text: str, sure: int, start: int) -> bool:
         """Returns True if a part begins before a place."""

@@ -59,7 +59,8 @@ class Request:
         shows_end: the token that ends a row is shown as well, if it is one of `shown_tokens`.
         shown_stops: the stop strings that the text shows where they end it.
         unstopped: parts of the text in which stop strings end nothing: regular expressions of their
-            beginnings, and the texts behind them; "" = the rest of the text.
+            beginnings, and the texts behind them; "" = the rest of the text. Behind a part that
+            begins the text (`\\A`) blanks end nothing either.
         shows_cut: the text begins with a character that the prompt cuts, completed or not.
         ends: tokens that end the text beside those of its limits, and are not shown.
     """

@@ -168,6 +168,22 @@ def test_a_row_leaves_in_the_middle_of_its_prompt(cancelled: list[int], prefix_s
     assert engine.stats.prefill_tokens == 2 + wasted + len(OTHER) - 1
 
 
+def test_a_prompt_that_nobody_waits_for_any_more_ends_between_two_pieces() -> None:
+    """A server's client that leaves is seen between two pieces, also where no row runs; see `Waiting.interrupted`."""
+    engine, asked = chunking(chunk=4), iter([False, True, True])
+    engine.scheduler.waiting.interrupted = lambda: next(asked, False)
+    limits = Limits(max_new_tokens=12, time_budget=1000.0)  # deadlines are looked at between pieces as well
+    (row,) = engine.submit(Request(LONG, 1, Sampling(seed=1), limits))
+    assert (engine.step(), engine.stats.prefill_chunks, engine.scheduler.slots.filling) == ([], 2, row)
+    assert (engine.step(), engine.stats.prefill_chunks, engine.scheduler.idle) == ([], 3, False)
+    engine.cancel([row])
+    assert engine.scheduler.idle
+    others = ask(engine, OTHER)
+    finish(engine)
+    assert new_tokens(others) == alone(OTHER)
+    assert engine.stats.prefill_tokens == 3 * 4 + len(OTHER) - 1
+
+
 def test_a_full_batch_with_a_hole_waits_one_round_for_the_slot_above(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a round lie side by side even while a prompt is being computed beside them."""
     engine = chunking(6, max_batch=3)

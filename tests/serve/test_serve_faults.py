@@ -29,6 +29,7 @@ from fastapi.testclient import TestClient
 from serving import TIMEOUT_SECONDS, Gate, Served, application, eventually, legible, pair, run_until_it_ends, served, status
 from serving_faults import asking, assert_all_given_back, connect_narrowly, in_background, narrow, server
 from shoal import cli
+from shoal.engine import running_rows
 from shoal.errors import RequestError
 from shoal.models.cache import SlotCache
 from shoal.serve import run
@@ -59,6 +60,27 @@ def test_a_client_that_goes_takes_its_rows_along(stream: bool) -> None:
         assert_all_given_back(server)
         assert server.metric('shoal_rows_total{reason="length"}') == 1  # that of the last request: the three were cut
         assert server.worker.thread.engine.stats.committed < 3 * 900
+
+
+def test_a_client_that_goes_leaves_the_rest_of_its_prompt_uncomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is computed in pieces of 512 tokens, of which the second is held here until the client has gone."""
+    reached, opened, compute = threading.Event(), threading.Event(), running_rows.prefill
+
+    def held(target: Any, round_: Any, *more: Any) -> int:
+        if any(chunk.start for chunk in round_.chunks):
+            reached.set()
+            assert opened.wait(TIMEOUT_SECONDS)
+        return compute(target, round_, *more)
+
+    monkeypatch.setattr(running_rows, "prefill", held)
+    with served(pair(context=8192)) as server:
+        with server.connect() as connection:
+            connection.sendall(asking(prompt="hello " * 700, max_tokens=900))
+            assert reached.wait(TIMEOUT_SECONDS)
+        eventually(lambda: server.worker.rows == 0)
+        opened.set()
+        assert_all_given_back(server)
+        assert server.worker.thread.engine.stats.prefill_tokens < 3 * 512
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux cuts off those who do not read")

@@ -408,7 +408,7 @@ def test_a_request_beyond_the_budget_is_refused_and_others_wait(monkeypatch: pyt
 def test_the_event_loop_gives_way_soon_where_a_device_computes(device: str, seconds: float) -> None:
     """A device that waits for the engine's thread stands still; the interval is that of the process, and is put back."""
     engine: Any = SimpleNamespace(target=SimpleNamespace(device=torch.device(device)), stats=Stats())
-    engine.scheduler, engine.build_ahead = SimpleNamespace(idle=True), lambda: False
+    engine.scheduler, engine.build_ahead = SimpleNamespace(idle=True, waiting=SimpleNamespace()), lambda: False
 
     async def within() -> float:
         thread = EngineThread(lambda: engine, lambda _: None, lambda _: None, lambda: None)

@@ -309,7 +309,8 @@ class Engine:
     def step(self) -> list[Commit]:
         """Computes one round; returns its commits, rows cut by their time budget included.
 
-        The list is empty when all is done. A row without a distribution to draw from (NaN from a
+        The list is empty when all is done, or `Waiting.interrupted` is true between two pieces of
+        a prompt. A row without a distribution to draw from (NaN from a
         model, or no possible token under its controls or grammar) ends there, marked "error"; other
         rows are not affected.
 

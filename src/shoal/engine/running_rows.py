@@ -62,8 +62,8 @@ class Batch:
     def gather(self, ended: list[Commit], *, drafting: bool) -> Sequence[Row]:
         """Returns the rows of this round, with their prompts in the caches and adjacent slots.
 
-        The list is empty also if no row runs for now and rows have ended: they are returned before
-        the next prompt is computed.
+        The list is empty also if no row runs for now and rows have ended, or the caller interrupts:
+        both are before the next prompt, or piece of one, is computed.
 
         Args:
             ended: receives rows without memory, and rows whose deadline passes while prompts are
@@ -87,7 +87,7 @@ class Batch:
             late = self.expire()
             rows = self.close_up() if late else round_.rows
             ended += late
-            if rows or ended:
+            if rows or ended or self.scheduler.waiting.interrupted():
                 return rows
 
     def close_up(self) -> Sequence[Row]:

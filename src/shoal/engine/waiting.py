@@ -17,18 +17,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from shoal.types.requests import Row
 
 
 class Waiting:
-    """The rows that wait, by call, in the order of the calls (`Turns`)."""
+    """The rows that wait, by call, in the order of the calls (`Turns`).
+
+    Attributes:
+        interrupted: returns True if a step is to return between two pieces of a prompt: rows wait
+            to be added or cancelled.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[int, Turns] = {}
         self._count = 0
+        self.interrupted: Callable[[], bool] = lambda: False
 
     def __len__(self) -> int:
         return self._count

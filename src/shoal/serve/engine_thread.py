@@ -67,13 +67,13 @@ class EngineThread:
         self._on_commits = on_commits
         self._on_failed_pass = on_failed_pass
         self._on_end = on_end
-        self._engine: Engine | None = make_engine()
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._engine: Engine | None = self._made_engine()
         self.stats = self._engine.stats
         self.failure: BaseException | None = None
         self.busy_since: float | None = None
         self._over = False
         self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
-        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._calls: set[asyncio.Future[Any]] = set()
         self._failures = 0
 
@@ -219,8 +219,14 @@ class EngineThread:
                 f"{MAX_FAILURES} passes in a row have failed, the last one with: {reason}"
             )
         self._release_engine()
-        self._engine = self._make_engine()
+        self._engine = self._made_engine()
         self._engine.continue_stats(self.stats)
+
+    def _made_engine(self) -> Engine:
+        """Returns a new engine, whose long prompts let jobs run between their pieces."""
+        engine = self._make_engine()
+        engine.scheduler.waiting.interrupted = lambda: not self._jobs.empty()
+        return engine
 
     def _release_engine(self) -> None:
         """Frees the engine's memory before a new engine is made: both may not fit."""

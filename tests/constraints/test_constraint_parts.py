@@ -206,7 +206,8 @@ def test_blanks_of_json() -> None:
     ]
     assert prepared('{"x-guidance": {"whitespace_flexible": true}}', "compact")[1] == ESCAPES
     assert prepared("true", "compact") == ("{}", ESCAPES | {"whitespace_flexible": False})
-    assert prepared("no json", "compact") == ("no json", {})
+    with pytest.raises(RequestError, match="no JSON"):
+        prepared("no json", "compact")
 
 
 @pytest.mark.parametrize(("schemas", "proved"), [

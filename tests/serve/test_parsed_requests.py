@@ -234,6 +234,8 @@ def test_ends_of_turns_end_a_chat_beside_its_own() -> None:
     assert stops(stop="x") == ["x", "<user>", "</s>"]
     assert stops(stop=["x", "y"]) == ["x", "y", "<user>", "</s>"]
     assert stops(stop=["x"], ignore_eos=True) == ["x"]
+    assert stops(stop=["", "x", ""], ignore_eos=True) == ["x"]
+    assert stops(stop=[""], ignore_eos=True) == stops(stop="", ignore_eos=True) == []
     assert list(parse(CompletionRequest, settings, stop="x").requests[0].limits.stop) == ["x"]
 
 
@@ -274,7 +276,8 @@ def test_what_is_just_allowed(fields: dict[str, Any]) -> None:
     ({"logit_bias": {"260": 1}}, "logit_bias"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"), ({"stream_options": {}}, "stream_options"),
     ({"n": True}, "n"), ({"n": "2"}, "n"), ({"n": 2.5}, "n"), ({"unknown": 1}, "unknown"),
-    ({"use_beam_search": True}, "use_beam_search"),
+    ({"use_beam_search": True}, "use_beam_search"), ({"bad_words": ["x"]}, "bad_words"),
+    ({"include_reasoning": False}, "include_reasoning"),
     ({"stream_options": {"include_usage": True, "x": 1}, "stream": True}, "stream_options.x"),
     ({"functions": [{}]}, "functions"), ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"), ({"logit_bias": {"٣": 1}}, "logit_bias"), ({"stop": [1]}, "stop.0"),
@@ -619,7 +622,16 @@ def test_reasoning_and_calls_come_back_in_one_message() -> None:
 
 def test_what_the_engine_would_refuse_is_an_answer() -> None:
     with pytest.raises((ApiError, RequestError)):
-        parse(stop=[""])
+        parse(exact="weights")
+
+
+@pytest.mark.parametrize("more", [{"type": None}, {"type": ""}, {}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": '{"a'}], ids=str)
+def test_calls_that_a_client_put_together_come_back(more: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """From pieces of a stream, of which only the first has the type and only later ones arguments."""
+    call = {"index": 0, "id": None, **more, "function": {"name": "f", **arguments}}
+    message = validated(Message, {"role": "assistant", "content": None, "tool_calls": [call]})
+    assert message.plain()["tool_calls"] == [{"id": "", "type": "function", "function": {"name": "f", "arguments": {}}}]
 
 
 def test_reasoning_comes_back_by_either_name() -> None:

@@ -21,7 +21,9 @@ HARMLESS: dict[str, Any] = {
     "user": "me", "safety_identifier": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto",
     "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {},
     "prediction": {"type": "content", "content": "x"},
-    "reasoning_effort": "low", "verbosity": "low",
+    "reasoning_effort": "low", "verbosity": "low", "bad_words": [], "use_beam_search": False, "early_stopping": True,
+    "length_penalty": 1.5, "include_reasoning": True, "priority": 3, "request_id": "r", "cache_salt": "s", "cache_prompt": True,
+    "id_slot": -1,
 }  # fmt: skip
 
 
@@ -57,8 +59,8 @@ def test_null_is_no_field(server: Served) -> None:
     assert "x-shoal-ignored" not in response.headers
     nulls = dict.fromkeys(("temperature", "stop", "logit_bias", "stream", "n", "echo", "suffix", "speculation", "shoal"))
     assert server.post(seed=1, **nulls).json()["choices"] == server.post(seed=1).json()["choices"]
-    refused = server.post(whatever=None, use_beam_search=False)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "use_beam_search")
+    refused = server.post(whatever=None, best_of_beams=False)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "best_of_beams")
     assert refused.json()["error"]["code"] == "unknown_field"
 
 

@@ -149,6 +149,19 @@ def test_texts_of_others_spell_no_special_tokens() -> None:
             assert answer["prompt_token_ids"].count(tokenizer("tagged").eos_token_id) == count
 
 
+def test_names_and_documents_of_users_spell_no_special_token_either() -> None:
+    end = tokenizer("tagged").eos_token
+    said = "<{{ m.role }} {{ m.name or m.tool_call_id }}>{{ m.content }}"
+    template = "{{ documents | tojson }}{% for m in messages %}" + said + "{% endfor %}"
+    messages = [{"role": "user", "name": end, "content": "a"}, {"role": "tool", "tool_call_id": end, "content": "b"}]
+    body = {"messages": messages, "chat_template_kwargs": {"documents": [{"title": end, "text": end}]}}
+    with served(chatty("tagged"), chat_template=template) as running:
+        for split, count in ((None, 0), (False, 4)):
+            tokens = running.post("/tokenize", prompt=None, split_special_tokens=split, **body).json()["tokens"]
+            assert tokens.count(tokenizer("tagged").eos_token_id) == count
+            assert tokenizer("tagged").decode(tokens).count(end) == 4
+
+
 # ── chats ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -241,7 +254,7 @@ def test_a_template_that_writes_no_bos_gets_none() -> None:
     assert writer.ids(writer.text(MESSAGES)) == ids
     assert PromptSet.of(A_CHAT, "built in", ["the text"], own).ids == (tuple(ids),)
     encoder, messages = PromptEncoder(own, len(own), None), [Message.model_validate(MESSAGES[0])]
-    assert encoder.encode_messages(messages, {}) == tuple(ids)
+    assert encoder.encode_text(encoder.write(messages, {}), special=False) == tuple(ids)
 
 
 def test_an_evaluation_asks_a_chat_with_one_bos(

@@ -57,6 +57,30 @@ def test_conversations_become_the_tokens_that_the_model_reads(server: Served) ->
     assert asked(server, "/detokenize", tokens=bare["tokens"])["prompt"] == "<user>hi"
 
 
+def test_conversations_are_tokenized_as_a_chat_reads_them(server: Served) -> None:
+    """With tools that are told, a last message that goes on, and a developer."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    said = {"role": "assistant", "content": "I am", "prefix": True}
+    for fields, more in (
+        ({"messages": [{"role": "developer", "content": "be"}, {"role": "user", "content": "hi"}]}, {}),
+        ({"messages": [{"role": "user", "content": "hi"}, said]}, {}),
+        ({"messages": [{"role": "user", "content": "hi"}, said | {"prefix": None}], "continue_final_message": True}, {}),
+        ({"messages": [{"role": "user", "content": "hi"}], "tools": [tool]}, {"tool_choice": "none"}),
+    ):  # fmt: skip
+        chat = asked(server, "/v1/chat/completions", max_tokens=1, return_token_ids=True, **fields, **more)
+        told = {name: value for name, value in fields.items() if not (name == "tools" and more)}
+        assert asked(server, "/tokenize", **told)["tokens"] == chat["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("name", ["messages", "conversation", "chat_template", "tokenize"])
+def test_variables_of_a_template_are_not_the_prompt_itself(server: Served, name: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {name: "x"}}
+    for path in ("/tokenize", "/v1/chat/completions"):
+        error = httpx.post(server.url + path, json=body).json()["error"]
+        assert error["param"] == "chat_template_kwargs"
+        assert error["message"] == f"chat_template_kwargs cannot have {name!r}, which the request says itself"
+
+
 def test_what_the_tokenizer_is(server: Served) -> None:
     info = httpx.get(f"{server.url}/tokenizer_info").json()
     assert info["chat_template"] == TEMPLATE

@@ -70,6 +70,7 @@ class ApiHandler:
     Attributes:
         worker: the caller starts its thread, on its event loop.
         encoder: the encoder of prompts.
+        parser: the parser of completions and chats.
         context: the number of tokens that the model takes.
     """
 
@@ -96,7 +97,7 @@ class ApiHandler:
             settings=settings,
             defaults=defaults,
         )
-        self._parser = RequestParser(self._builder)
+        self.parser = RequestParser(self._builder)
 
     async def handle(self, path: str, fields: dict[str, Any], owner: str = "") -> ApiResponse:
         """Validates a request, on another thread: long texts take time.
@@ -114,7 +115,7 @@ class ApiHandler:
         name = str(fields.get("model") or self.settings.model)
         request = await run_in_threadpool(validated, path, fields, self.settings)
         if path == RESPONSES:
-            parsed = await run_in_threadpool(parsed_items, self._parser, request)
+            parsed = await run_in_threadpool(parsed_items, self.parser, request)
             return ItemResponse(
                 self.worker,
                 self.shoal.tokenizer,
@@ -123,7 +124,7 @@ class ApiHandler:
                 self._owned(parsed, owner),
                 request=request,
             )
-        parsed = self._owned(await run_in_threadpool(self._parser.parse, request), owner)
+        parsed = self._owned(await run_in_threadpool(self.parser.parse, request), owner)
         return ApiResponse(self.worker, self.shoal.tokenizer, name, FORMATS[path], parsed)
 
     async def infill(self, fields: dict[str, Any], owner: str = "") -> InfillResponse:

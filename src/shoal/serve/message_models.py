@@ -29,7 +29,7 @@ from shoal.serve.request_fields import (
     NonNegative,
     OpenModel,
     Passed,
-    Stop,
+    Stops,
     StrictModel,
     Text,
     error_at,
@@ -78,7 +78,7 @@ class SentFunction(OpenModel):
 
     name: Text
     arguments: Annotated[Text, BeforeValidator(_written)] = Field(
-        description="A JSON object, as a text; templates get {} for any other text."
+        "{}", description="A JSON object, as a text; templates get {} for any other text."
     )
 
     @property
@@ -98,7 +98,7 @@ class SentCall(OpenModel):
     """A call of a tool, as an answer has it."""
 
     id: Text | None = None
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], BeforeValidator(lambda it: it or "function")] = "function"
     function: SentFunction
 
 
@@ -287,9 +287,7 @@ class InfillRequest(CheckedFields):
     repeat_penalty: float | None = optional("Of tokens in prompt or output; 1.")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    stop: Annotated[list[Stop], Field(max_length=64, fail_fast=True)] | None = optional(
-        "Strings that end the text."
-    )
+    stop: Stops | None = optional("Strings that end the text.")
     seed: int | None = optional("-1: another one each time.")
     stream: bool | None = optional("Send the text as it comes, as server-sent events.")
     response_fields: Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None = optional(

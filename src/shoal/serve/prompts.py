@@ -28,6 +28,8 @@ from shoal.types.arguments import MARK, as_plain_within, chat_template_of, encod
 from shoal.types.requests import Request
 
 Prompt = str | Sequence[int]
+TAKEN = frozenset({"messages", "conversation", "chat_template", "tokenize"})
+"""The variables that no request may give to a chat template: they are the prompt itself."""
 RESERVED = 8
 """The number of tokens of the context that are kept for alignment, which adds tokens."""
 
@@ -200,17 +202,6 @@ class PromptEncoder:
         """
         return self._given_template or chat_template_of(self._tokenizer, tools=tools)
 
-    def encode_messages(
-        self, messages: Sequence[Message], variables: dict[str, Any]
-    ) -> tuple[int, ...]:
-        """Returns the ids of a conversation as the chat template writes it.
-
-        Raises:
-            RequestError: see `write`.
-            ApiError: see `write`.
-        """
-        return self.encode_text(self.write(messages, variables), special=False)
-
     def write(
         self, messages: Sequence[Message], variables: dict[str, Any], special: bool = False
     ) -> str:
@@ -225,6 +216,10 @@ class PromptEncoder:
             RequestError: there is no template.
             ApiError: the template raised an error.
         """
+        if variables.keys() & TAKEN:
+            name = next(iter(variables.keys() & TAKEN))
+            message = f"chat_template_kwargs cannot have {name!r}, which the request says itself"
+            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
         template = self.template(tools=bool(variables.get("tools")))
         if template is None:
             raise RequestError(
@@ -236,7 +231,8 @@ class PromptEncoder:
             plain = _without_developers(plain)
         if not special:
             plain = [self._as_text(message) for message in plain]
-            variables = {**variables, "tools": self.spelled(variables.get("tools"))}
+            shown = {name: variables.get(name) for name in ("tools", "documents")}
+            variables = {**variables, **self.spelled(shown)}
         try:
             text = self._tokenizer.apply_chat_template(
                 plain,
@@ -252,10 +248,9 @@ class PromptEncoder:
             ) from error
 
     def _as_text(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns a message whose content, if it is of users or tools, and calls are texts."""
-        fields = (
-            ("content", "tool_calls") if message["role"] in ("user", "tool") else ("tool_calls",)
-        )
+        """Returns a message whose calls, and all that users and tools give, are texts."""
+        given = ("content", "name", "tool_call_id") if message["role"] in ("user", "tool") else ()
+        fields = (*given, "tool_calls")
         return message | {name: self.spelled(message[name]) for name in fields if name in message}
 
     def spelled(self, value: Any) -> Any:

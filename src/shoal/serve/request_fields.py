@@ -92,6 +92,11 @@ def _limit(value: Any) -> Any:
     return value
 
 
+def _without_empty(value: Any) -> Any:
+    """Leaves empty stop strings out of a list: alone, one is none too."""
+    return [one for one in value if one != ""] if isinstance(value, list) else value
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 Limit = Annotated[int, Field(ge=-2, lt=2**63), BeforeValidator(_limit)]
@@ -100,7 +105,12 @@ Bias = Annotated[dict[str, float], BeforeValidator(_numbers)]
 Stop = Annotated[Text, Field(max_length=512)]
 Stops = Annotated[
     Annotated[Stop, Tag("text")]
-    | Annotated[list[Stop], Field(max_length=64, fail_fast=True), Tag("list")],
+    | Annotated[
+        list[Stop],
+        Field(max_length=64, fail_fast=True),
+        BeforeValidator(_without_empty),
+        Tag("list"),
+    ],
     Discriminator(text_or_list),
 ]
 Ids = Annotated[list[NonNegative], Field(min_length=1, fail_fast=True)]
@@ -114,6 +124,10 @@ Prompts = Annotated[
 GuidesPrompt = Annotated[
     Annotated[Text, Tag("text")] | Annotated[Ids, Tag("list")], Discriminator(text_or_list)
 ]
+NoneOf = Annotated[list[Any] | None, Field(max_length=0, description=IGNORED)]
+Off = Annotated[Literal[False] | None, Field(description=IGNORED)]
+On = Annotated[Literal[True] | None, Field(description=IGNORED)]
+"""The values of fields by which a client asks for nothing that is not so anyway."""
 Passed = Annotated[list[Any] | None, Field(description="Passed over.")]
 Ignored = Annotated[Any, Field(description=IGNORED)]
 Included = Literal[
@@ -251,6 +265,16 @@ class VllmFields(StrictModel):
     guided_choice: Choices | None = optional("`structured_outputs.choice`.")
     guided_grammar: Pattern | None = optional("`structured_outputs.grammar`.")
     guided_decoding_backend: Ignored = None
+    bad_words: NoneOf = None
+    use_beam_search: Off = None
+    early_stopping: Ignored = None
+    length_penalty: Ignored = None
+    include_reasoning: On = None
+    priority: Ignored = None
+    request_id: Ignored = None
+    cache_salt: Ignored = None
+    cache_prompt: Ignored = None
+    id_slot: Ignored = None
     include_stop_str_in_output: bool | None = optional(
         "Texts end behind the stop string or token that ended them, not before it; a special token "
         "shows where `skip_special_tokens` is false; false."

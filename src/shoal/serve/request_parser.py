@@ -171,6 +171,10 @@ class RequestParser:
         requests = [_under(one, grammar, **ended) for one in requests]
         return replace(parsed, rules=rules, requests=requests, grammar_field=field)
 
+    def conversation_ids(self, request: ChatRequest) -> tuple[int, ...]:
+        """Returns the ids of a chat's prompt. Raises ApiError or RequestError: see `parse`."""
+        return self._conversation(request)[2]
+
     def _conversation(
         self, request: ChatRequest
     ) -> tuple[CallRules | None, ReasoningRules | None, tuple[int, ...]]:

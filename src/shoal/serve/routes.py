@@ -33,8 +33,9 @@ from shoal.models.sources import people_call
 from shoal.serve import access, response_models
 from shoal.serve.api_errors import ApiError
 from shoal.serve.handler import ApiHandler
-from shoal.serve.message_models import Message
+from shoal.serve.message_models import Message, Tool
 from shoal.serve.request_fields import NonNegative, StrictModel, Text, optional
+from shoal.serve.request_models import ChatRequest
 from shoal.serve.response_models import ErrorAnswer, Health
 from shoal.serve.worker import Worker
 from shoal.types.arguments import chat_template_of
@@ -195,13 +196,21 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool | None = optional(
         "Those that the tokenizer adds to a text; true. Chat templates write their own."
     )
-    add_generation_prompt: bool | None = optional(
-        "With messages: the beginning of an answer; true."
-    )
     return_token_strs: bool | None = optional("The tokens as the vocabulary writes them, too.")
-    chat_template_kwargs: dict[str, Any] | None = optional(
-        "Further variables of the chat template."
+    add_generation_prompt: bool | None = optional("With messages, as in a chat; true.")
+    continue_final_message: bool | None = optional("With messages, as in a chat.")
+    split_special_tokens: bool | None = optional("With messages, as in a chat; true.")
+    chat_template_kwargs: dict[str, Any] | None = optional("With messages, as in a chat.")
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = optional(
+        "With messages, as in a chat."
     )
+
+
+OF_CHATS = (
+    *("messages", "tools", "chat_template_kwargs", "add_generation_prompt"),
+    *("continue_final_message", "split_special_tokens"),
+)
+"""The fields of /tokenize that mean what they mean in a chat."""
 
 
 class Tokens(BaseModel):
@@ -268,11 +277,8 @@ def _tokenized(handler: ApiHandler, fields: TokenizeRequest) -> Tokens:
         raise ApiError(400, "either prompt or messages is needed, and not both", param="prompt")
     encoder = handler.encoder
     if fields.messages is not None:
-        variables = {
-            "add_generation_prompt": fields.add_generation_prompt is not False,
-            **(fields.chat_template_kwargs or {}),
-        }
-        ids = encoder.encode_messages(fields.messages, variables)
+        given = {name: getattr(fields, name) for name in OF_CHATS}
+        ids = handler.parser.conversation_ids(ChatRequest.model_construct(**given))
     else:
         ids = encoder.encode_text(
             fields.prompt or "", special=fields.add_special_tokens is not False

@@ -340,6 +340,8 @@ def test_the_name_of_a_file_says_its_syntax(
     assert not all(not _faults(before + one["text"] + behind) for one in free)
     weighed = shoal(*ask, "--exact", "weights")
     assert (weighed.code, "syntax" in weighed.json["suggestions"][0]) == (0, False)
+    assert "may not parse: there is no check of syntax beside --exact" in weighed.err
+    assert "may not parse" not in shoal(*ask, "--syntax", "none", "--exact", "weights").err
     tree_sitter_language.cache_clear()
     monkeypatch.setitem(sys.modules, "tree_sitter_javascript", None)
     unchecked = shoal(*ask)

@@ -483,7 +483,7 @@ def test_the_summary_says_that_it_is_not_lossless(monkeypatch: pytest.MonkeyPatc
     assert summary["methods"][PLANNED]["tokens"] == 23
     assert summary["against"][BY_TOKENS]["mean"] == 1
     said = list(sentences({**summary, "left_out": 2}))
-    assert "Not lossless" in said[0]
+    assert "planned programs are not lossless" in said[0]
     assert "Left out, as they have no public tests: 2." in said
 
 

@@ -195,7 +195,7 @@ def test_the_command_plans_filters_judges_and_goes_on(
     assert again.json == summary
     assert len(searched) == executed
     shown = shoal(*command[:-1]).out
-    assert "Not lossless" in shown
+    assert "not lossless" in shown
     assert "no public tests: 1" in shown
     other = shoal(*command, "--plan-width", 2)
     assert other.code == 2

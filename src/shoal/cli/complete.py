@@ -139,8 +139,7 @@ def complete(
     if interrupted:
         finished = sum(sample.finish_reason != "cancelled" for sample in result[0].samples)
         stderr().print(f"interrupted: {finished} of {sampling.n} suggestions finished")
-    if syntax and syntax.optional and all(one.syntax is None for one in result[0].samples):
-        _tell_unchecked(model, syntax)
+    _tell_unchecked(model, sampling, syntax, result[0].samples, cursor.file)
     end = line_end(before, behind)
     ranked = [replace(one, text=with_line_ends(one.text, end)) for one in best_first(result[0])]
     if as_json:
@@ -177,11 +176,22 @@ def _require_analyser(sampling: SuggestionOptions, file: Path) -> None:
         jedi_analyser()
 
 
-def _tell_unchecked(model: Shoal, syntax: Syntax) -> None:
-    """Prints why suggestions were not checked although the file's name says a language."""
-    from shoal.constraints.syntax import why_unchecked
+def _tell_unchecked(
+    model: Shoal,
+    sampling: SuggestionOptions,
+    syntax: Syntax | None,
+    samples: Sequence[Sample],
+    file: Path,
+) -> None:
+    """Prints why suggestions were not checked, if the file's name says a language and they were not."""
+    from shoal.constraints.syntax import language_of, why_unchecked
 
-    reason = why_unchecked(syntax, model.tokenizer)
+    if syntax is None and not sampling.syntax and language_of(str(file)):
+        reason = "there is no check of syntax beside --exact"
+    elif syntax and syntax.optional and all(one.syntax is None for one in samples):
+        reason = why_unchecked(syntax, model.tokenizer)
+    else:
+        return
     stderr().print(f"suggestions may not parse: {reason}", markup=False, soft_wrap=True)
 
 

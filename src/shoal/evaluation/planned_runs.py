@@ -207,7 +207,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def sentences(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yields the findings."""
-    yield f"Means per problem, with 95 % intervals. Not lossless: {summary['note']}."
+    yield f"Means per problem, with 95 % intervals; {summary['note']}."
     for other, found in summary["against"].items():
         yield (
             f"{PLANNED} against {other}: {100 * found['mean']:+.1f} points of pass@1 "

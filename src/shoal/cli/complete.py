@@ -186,6 +186,7 @@ def _tell_unchecked(
     """Prints why suggestions were not checked, if the file's name says a language and they were not."""
     from shoal.constraints.syntax import language_of, why_unchecked
 
+    reason: str | None
     if syntax is None and not sampling.syntax and language_of(str(file)):
         reason = "there is no check of syntax beside --exact"
     elif syntax and syntax.optional and all(one.syntax is None for one in samples):

@@ -11,6 +11,6 @@ budgets=0.005,0.01,0.015,0.02,0.03,0.04,0.05,0.075,0.1,0.15,0.2,0.3,0.4,0.5,0.75
 
 for temperature in 0.2 0.8; do
   common="functions -n 8 --temperature $temperature --top-p 0.95 --max-new-tokens 128"
-  $shoal eval $common --seed 1 --time-budget $budgets --output "$out/seeded-$temperature"
+  $shoal eval $common --methods plain,plain-single,single,batched --seed 1 --time-budget $budgets --output "$out/seeded-$temperature"
   $shoal eval $common --methods plain,batched --output "$out/fresh-$temperature"
 done

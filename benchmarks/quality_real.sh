@@ -39,7 +39,7 @@ for set in ${SETS:-${SUMMARIES:+summaries} humaneval humaneval-chat mbpp mbpp-ch
   for n in ${ROWS:-8 1 16 4 32}; do
     [ ! -e "$out/$set-$n/summary.json" ] || continue
     methods=plain,batched
-    [ "$n" -ne 8 ] || methods=plain,single,batched
+    [ "$n" -ne 8 ] || methods=plain,plain-single,single,batched
     code=0
     bounded $shoal eval $asked --model "$model" --draft "${DRAFT:-self:int4}" --methods $methods -n "$n" --temperature 0.2 \
       --top-p 0.95 --max-new-tokens $tokens --seed 1 --time-budget $budgets --output "$out/$set-$n" || code=$?

@@ -176,8 +176,8 @@ def budget_lines(summary: Summary, budgets: list[float]) -> Iterator[list[str]]:
 
 
 def rivals(name: str, summary: Summary) -> Iterator[list[str]]:
-    """Yields how each pair of methods compares over all budgets."""
-    for one in summary["against"]:
+    """Yields how batched decoding compares with the others over all budgets, and the others with plain decoding."""
+    for one in (pair for pair in summary["against"] if pair["method"] == "batched" or pair["other"] == "plain"):
         for metric, key in (("Pass@First", "first"), ("Pass@All", "all")):
             told = one[key]
             most = [

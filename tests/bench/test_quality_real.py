@@ -59,7 +59,7 @@ def test_time_that_is_over_ends_a_run_and_the_next_goes_on(tmp_path: Path) -> No
         0,
         ["humaneval-8", "humaneval-1", "mbpp-chat-8", "mbpp-chat-1"],
     )
-    assert "--methods plain,single,batched -n 8" in asked[0]
+    assert "--methods plain,plain-single,single,batched -n 8" in asked[0]
     assert "eval mbxp --data MBPP --limit 200 --chat --model MODEL" in asked[3]
     assert "--methods plain,batched -n 1" in asked[3]
     assert run(tmp_path) == (0, [])  # all are there

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shoal
 from shoal.config import LOSSY_RULES
 from shoal.errors import RequestError
 from shoal.evaluation import journal
@@ -433,6 +434,23 @@ def test_methods_take_turns_in_being_first_and_the_first_problem_warms_up() -> N
     assert [entry["error"] for entry in entries] == ["refused", None, None, None]
     assert all(list(entry["attempts"]) == ["plain", "single", "batched"] for entry in entries[1:])
     assert entries[0]["attempts"] == {}
+
+
+def test_methods_differ_in_drafts_and_in_rows(bundled: shoal.Shoal) -> None:
+    """Plain decoding sample after sample has a row in each round and no drafts; the ids of a seed are those of all methods."""
+    config = SamplingConfig(
+        2, {"max_new_tokens": 8, "temperature": 0.8}, 3, 1, ("plain", "plain-single", "single", "batched")
+    )
+    sampler = Sampler(bundled, config)
+    task = Task("a", "a", (), lambda _: "def is_even(n):\n", lambda text, _: text)
+    attempts = {method: sampler.attempt(method, task, "def is_even(n):\n") for method in config.methods}
+    counts = {method: attempt["stats"] for method, attempt in attempts.items()}
+    one_row = {method: one["rounds"] == one["row_rounds"] for method, one in counts.items()}
+    assert one_row == {"plain": False, "plain-single": True, "single": True, "batched": False}
+    drafts = {method: one["drafted"] > 0 for method, one in counts.items()}
+    assert drafts == {"plain": False, "plain-single": False, "single": True, "batched": True}
+    assert counts["plain-single"]["rounds"] == counts["plain-single"]["committed"] == 16
+    assert len({str([sample["token_ids"] for sample in attempt["samples"]]) for attempt in attempts.values()}) == 1
 
 
 def test_whatever_did_not_pass_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

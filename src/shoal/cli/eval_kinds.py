@@ -305,10 +305,10 @@ class Export:
             RequestError: the file cannot be written.
         """
         from shoal.evaluation.exports import programs_of
-        from shoal.evaluation.sampling import METHODS
+        from shoal.evaluation.sampling import KNOWN
 
         config = evaluation.config
-        method = max(config.methods, key=METHODS.index)  # batched, or the method closest to it
+        method = max(config.methods, key=KNOWN.index)  # batched, or the method closest to it
         programs = programs_of(eval_set.problems, evaluation.samples.entries, method, config.n)
         write_whole(self.file, self.format.render(eval_set.name, programs))
         said = (

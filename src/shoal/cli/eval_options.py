@@ -226,8 +226,8 @@ class EvalSampling(SampleOptions):
         str | None,
         speed_option(
             metavar="METHOD,...",
-            show_default="all that there is a drafter for",
-            help="plain; single: speculation sample after sample; batched: speculation on all "
+            show_default="all that there is a drafter for, but plain-single",
+            help="plain; plain-single: sample after sample; single: speculation sample after sample; batched: speculation on all "
             "samples at once; or planned, alone: programs planned with public tests, not lossless.",
         ),
     ] = None
@@ -245,7 +245,7 @@ class EvalSampling(SampleOptions):
             RequestError: the options cannot be sampled with.
         """
         with imports_shown():
-            from shoal.evaluation.sampling import METHODS, PLAIN, SamplingConfig
+            from shoal.evaluation.sampling import METHODS, PLAIN, UNDRAFTED, SamplingConfig
 
         lookahead = parse_lookahead(speculation.lookahead or "auto")
         speculative = (source.model is None or source.draft is not None) and lookahead not in (
@@ -255,9 +255,10 @@ class EvalSampling(SampleOptions):
         possible = METHODS if speculative else (PLAIN,)
         named = tuple(part.strip() for part in (self.methods or "").split(",") if part.strip())
         chosen = possible if self.methods is None else named
-        if not speculative and set(chosen) - {PLAIN}:
+        if not speculative and set(chosen) - {*UNDRAFTED}:
             raise RequestError(
-                "only --methods plain is left without a drafter or with --lookahead off"
+                "only --methods plain or plain-single is left without a drafter or with "
+                "--lookahead off"
             )
         longest = max(parse_budgets(self.time_budget))
         options = {

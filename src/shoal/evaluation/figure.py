@@ -16,16 +16,17 @@ from typing import Any
 
 from shoal.config import LOSSY_RULES
 from shoal.errors import RequestError
-from shoal.evaluation.sampling import BATCHED, PLAIN, SINGLE
+from shoal.evaluation.sampling import BATCHED, PLAIN, PLAIN_SINGLE, SINGLE
 from shoal.evaluation.tasks import PASSED
 
-COLOURS = {PLAIN: "#8a8a8a", SINGLE: "#D55E00", BATCHED: "#0072B2"}
+COLOURS = {PLAIN: "#8a8a8a", PLAIN_SINGLE: "#CC79A7", SINGLE: "#D55E00", BATCHED: "#0072B2"}
 """The colours of the methods, from Okabe and Ito's palette.
 
 They are distinguishable with any colour vision, on light and dark backgrounds.
 """
 LABELS = {
     PLAIN: "no drafter, all samples at once",
+    PLAIN_SINGLE: "no drafter, one by one",
     SINGLE: "speculative, one by one",
     BATCHED: "speculative, all at once",
 }

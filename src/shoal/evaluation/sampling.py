@@ -31,13 +31,16 @@ COUNTS = (
     "committed",
     "acceptance_length",
 )
-PLAIN, SINGLE, BATCHED = "plain", "single", "batched"
-METHODS = (PLAIN, SINGLE, BATCHED)
+PLAIN, PLAIN_SINGLE, SINGLE, BATCHED = "plain", "plain-single", "single", "batched"
+UNDRAFTED = (PLAIN, PLAIN_SINGLE)
+KNOWN = (PLAIN, PLAIN_SINGLE, SINGLE, BATCHED)
 """The decoding methods.
 
-They are plain decoding of n rows at once; speculation on one row, sample after sample; and
-speculation on n rows at once.
+They are plain decoding of n rows at once; plain decoding of one row, sample after sample;
+speculation on one row, sample after sample; and speculation on n rows at once.
 """
+METHODS = (PLAIN, SINGLE, BATCHED)
+"""The methods that are compared where none is named."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class SamplingConfig:
         options: the options of `Shoal.generate`, without stop strings, seed and draft length.
         lookahead: the draft length of the speculative methods.
         seed: the seed of every problem; None = fresh entropy.
-        methods: some of `METHODS`.
+        methods: some of `KNOWN`.
     """
 
     n: int
@@ -59,10 +62,10 @@ class SamplingConfig:
     methods: tuple[str, ...] = METHODS
 
     def __post_init__(self) -> None:
-        if unknown := [method for method in self.methods if method not in METHODS]:
-            raise RequestError(f"methods must be some of {', '.join(METHODS)}, got {unknown[0]!r}")
+        if unknown := [method for method in self.methods if method not in KNOWN]:
+            raise RequestError(f"methods must be some of {', '.join(KNOWN)}, got {unknown[0]!r}")
         if not self.methods:
-            raise RequestError(f"no method of decoding is left: give some of {', '.join(METHODS)}")
+            raise RequestError(f"no method of decoding is left: give some of {', '.join(KNOWN)}")
         split_options(self.options)
         if len(self.methods) > 1:
             require_lossless(
@@ -81,13 +84,13 @@ class Sampler:
             raise RequestError("an evaluation needs a tokenizer, and this model has none")
         self.config, self.tokenizer, self.loaded = config, pair.tokenizer, pair.loaded
         if pair.drafter_name is None and (
-            missing := [method for method in config.methods if method != PLAIN]
+            missing := [method for method in config.methods if method not in UNDRAFTED]
         ):
             raise RequestError(
                 f"the method {missing[0]!r} needs a drafter: give one, or --methods plain"
             )
         self.shoals = {
-            method: pair.beside(max_batch=1 if method == SINGLE else pair.max_batch)
+            method: pair.beside(max_batch=1 if method in (PLAIN_SINGLE, SINGLE) else pair.max_batch)
             for method in config.methods
         }
 
@@ -126,7 +129,7 @@ class Sampler:
 
         Times are seconds from its submission, prefill included.
         """
-        lookahead = "off" if method == PLAIN else self.config.lookahead
+        lookahead = "off" if method in UNDRAFTED else self.config.lookahead
         options = {
             **self.config.options,
             "stop": task.stops,

@@ -183,7 +183,7 @@ def _tell_unchecked(
     samples: Sequence[Sample],
     file: Path,
 ) -> None:
-    """Prints why suggestions were not checked, if the file's name says a language and they were not."""
+    """Prints why suggestions were not checked although the file's name says a language."""
     from shoal.constraints.syntax import language_of, why_unchecked
 
     reason: str | None

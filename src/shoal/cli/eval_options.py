@@ -227,8 +227,9 @@ class EvalSampling(SampleOptions):
         speed_option(
             metavar="METHOD,...",
             show_default="all that there is a drafter for, but plain-single",
-            help="plain; plain-single: sample after sample; single: speculation sample after sample; batched: speculation on all "
-            "samples at once; or planned, alone: programs planned with public tests, not lossless.",
+            help="plain; plain-single: sample after sample; single: speculation sample after "
+            "sample; batched: speculation on all samples at once; or planned, alone: programs "
+            "planned with public tests, not lossless.",
         ),
     ] = None
 

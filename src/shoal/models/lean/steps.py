@@ -27,7 +27,7 @@ from shoal.sampling.native_draws import block_of, settings_of
 if TYPE_CHECKING:
     from shoal.models.runner import Runner
 
-BYTES_AT_ONCE = 160 << 20
+BYTES_AT_ONCE = 1200 << 20
 """The bytes of weights that passes may read before Python looks at their tokens."""
 
 
@@ -120,7 +120,7 @@ class LeanSteps:
 def rounds_at_once(runner: Runner) -> int:
     """Returns the most plain rounds that `lean_steps` may compute before Python looks at them.
 
-    So many passes read no more than `BYTES_AT_ONCE` of weights: ten milliseconds at the most.
+    So many passes read no more than `BYTES_AT_ONCE` of weights: some thirty milliseconds.
     """
     whole = None if runner.captures is not None or runner.lean is None else runner.lean.whole
     return 1 if whole is None or runner.ordinary_only else BYTES_AT_ONCE // whole.weight_bytes

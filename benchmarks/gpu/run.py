@@ -87,7 +87,7 @@ def _more(device: str) -> list[Stage]:
     at, shape = (device, "7.8b/310m") if gpu else ("cpu", "tiny")
     own = ("--ways", "captured") if gpu else SHORT
     of = {
-        "rounds-8b": ("rounds of a Llama 3 8B", ("--shape", "llama-3-8b/1b" if gpu else shape)),
+        "rounds-8b": ("rounds of a Llama 3 8B", ("--shape", "8b/1.24b" if gpu else shape)),
         "rounds-long": (
             "rounds of long contexts",
             ("--shape", shape, "--lookaheads", "off,fixed:4,fixed:8", *(("--prompt-tokens", "2048") if gpu else ())),

@@ -659,8 +659,9 @@ def test_published_shapes_have_the_published_sizes() -> None:
         assert target.vocabulary == drafter.vocabulary
 
 
-def _parameters(shape: random_pairs.LlamaShape) -> int:
-    layer = 4 * shape.width**2 + 3 * shape.width * shape.mlp
+def _parameters(shape: random_pairs.LlamaShape) -> float:
+    shared = (shape.kv_heads or shape.heads) / shape.heads  # of the width of keys and values
+    layer = (2 + 2 * shared) * shape.width**2 + 3 * shape.width * shape.mlp
     return shape.layers * layer + shape.vocabulary * shape.width * (1 if shape.tied else 2)
 
 

@@ -78,7 +78,7 @@ SHAPES: dict[str, tuple[LlamaShape, LlamaShape]] = {
         LlamaShape(20, 1024, 16, 2736, 51200, tied=False),
     ),
     "13b/125m": (LlamaShape(40, 5120, 40, 13656, 50272), LlamaShape(12, 768, 12, 2048, 50272)),
-    "llama-3-8b/1b": (
+    "8b/1.24b": (
         LlamaShape(32, 4096, 32, 14336, 128256, tied=False, kv_heads=8),
         LlamaShape(16, 2048, 32, 8192, 128256, kv_heads=8),
     ),

@@ -156,7 +156,7 @@ class RandomWeights(PairNames):
     shape: Annotated[
         str | None,
         models_option(
-            help="Random weights instead: 7.8b/310m, 16b/350m, 13b/125m, llama-3-8b/1b or tiny."
+            help="Random weights instead: 7.8b/310m, 16b/350m, 13b/125m, 8b/1.24b or tiny."
         ),
     ] = None
 

@@ -60,7 +60,8 @@ def model_of(family: str, rotary: str = "default") -> Any:
         "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     }[family]
     rope = {"rope_type": rotary, "rope_theta": 1e4 if rotary == "default" else 100.0, **ROTARY.get(rotary, {})}
-    made = kind(config(**SHAPE, rope_parameters=rope)).float().eval()
+    biased = {"attention_bias": True} if family == "llama" else {}  # llama.cpp's order of features is that of biases, too
+    made = kind(config(**SHAPE, **biased, rope_parameters=rope)).float().eval()
     for name, parameter in made.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)

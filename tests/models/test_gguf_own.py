@@ -175,13 +175,13 @@ def products_are_wrong(made: ctypes.CDLL) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("right", "wrong"), [
     ("? x + factors_of(form, factors, 1) : x", "? x : x"),
-    ("CENTRE(form) * heads[i].total", "CENTRE(form) * heads[0].total"),
-    ("sum[i][p] += minima * heads[i].sum", "sum[i][p] += minima * heads[i].scale"),
-    ("(scales * heads[i].scale)", "(scales * heads[0].scale)"),
+    ("head_of(x, row, i)->centre", "head_of(x, row, 0)->centre"),
+    ("sum[i][p] += minima * head->sum", "sum[i][p] += minima * head->scale"),
+    ("(scales * head->scale)", "(scales * head_of(x, row, 0)->scale)"),
     ("memcpy(&pair, features + i * row,", "memcpy(&pair, features,"),
     ("numbers + p / PARTS * panel", "numbers + p % PARTS * panel"),
     ("32767.0f / top : 0.0f", "127.0f / top : 0.0f"),
-    ("head.total += number", "head.total = number"),
+    ("total += number", "total = number"),
     ("group < count / (GROUP_OF(form) * LANES)", "group + 1 < count / (GROUP_OF(form) * LANES)"),
 ])  # fmt: skip
 def test_sabotage_is_seen(right: str, wrong: str) -> None:

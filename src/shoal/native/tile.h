@@ -176,10 +176,10 @@ INLINE reg weights_in_group(int form, const char *factors, const char *w, int k)
     return HAS_MINIMA(form) ? x + factors_of(form, factors, 1) : x;
 }
 
-/* Tokens and panels of a tile of groups: there are sums of whole numbers, too. */
+/* Most tokens, and registers for sums of whole numbers, of a tile of groups; the others are added once a group. */
 #if defined(__AVX512F__)
 #define GROUP_TOKENS 8
-#define GROUP_SUMS 8
+#define GROUP_SUMS 16
 #elif defined(__SSE2__) && !defined(__AVX__)
 #define GROUP_TOKENS 2
 #define GROUP_SUMS 8
@@ -191,7 +191,7 @@ INLINE reg weights_in_group(int form, const char *factors, const char *w, int k)
 /* Features of a token by groups of inputs: whole numbers of 16 bits times a scale. */
 typedef struct {
     float scale, sum; /* of the numbers, times the scale */
-    int32_t total;    /* of the numbers */
+    int32_t centre;   /* the sum of the numbers, times the centre of centred weights, less than 0 */
     int32_t unused;
 } GroupHead;
 #define ROUNDED_BYTES(group) ((int64_t)sizeof(GroupHead) + 2 * (group))
@@ -200,6 +200,7 @@ typedef struct {
 static NOINLINE void round_features(char *to, const float *x, int64_t n, int64_t group) {
     for (; n > 0; n -= group, x += group, to += ROUNDED_BYTES(group)) {
         GroupHead head = {0};
+        int32_t total = 0;
         int16_t *numbers = (int16_t *)(to + sizeof head);
         uint32_t largest = 0;
         for (int64_t i = 0; i < group; i++) {
@@ -211,13 +212,17 @@ static NOINLINE void round_features(char *to, const float *x, int64_t n, int64_t
         for (int64_t i = 0; i < group; i++) {
             int32_t number = finite ? (int32_t)float_to_bits(x[i] * inverse + 12582912.0f) - 0x4b400000 : 0;
             numbers[i] = (int16_t)number;
-            head.total += number;
+            total += number;
         }
         head.scale = !finite ? bits_to_float(0x7fc00000u) : inverse > 0 ? top / 32767.0f : 0.0f;
-        head.sum = head.scale * (float)head.total;
+        head.sum = head.scale * (float)total;
+        head.centre = -CENTRE(CENTRED_OF_32) * total;
         memcpy(to, &head, sizeof head);
     }
 }
+
+/* The head of the group at x of token i. */
+INLINE const GroupHead *head_of(const char *x, int64_t row, int i) { return (const GroupHead *)(x + i * row); }
 
 /* sums [m, n * 16] of rounded tokens by n panels of so many bytes: whole numbers within a group, and float32 from group to group. */
 INLINE void tile_in_groups(int form, int m, int n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,
@@ -231,11 +236,9 @@ INLINE void tile_in_groups(int form, int m, int n, const char *w, int64_t panel,
     for (int64_t at = 0; at < width; at += group, w += GROUP_BYTES(form), x += ROUNDED_BYTES(group)) {
         const char *numbers = w + FACTOR_BYTES(form), *features = x + sizeof(GroupHead);
         ireg whole[GROUP_TOKENS][PANELS * PARTS];
-        GroupHead heads[GROUP_TOKENS];
-        UNROLL for (int i = 0; i < m; i++) {
-            memcpy(&heads[i], x + i * row, sizeof heads[i]);
-            UNROLL for (int p = 0; p < registers; p++) whole[i][p] = (ireg){} - CENTRE(form) * heads[i].total;
-        }
+        UNROLL for (int i = 0; i < m; i++)
+            UNROLL for (int p = 0; p < registers; p++)
+                whole[i][p] = CENTRE(form) ? (ireg){} + head_of(x, row, i)->centre : (ireg){};
         for (int line = 0; line < FACTOR_BYTES(form); line += 64) ask(&asked, n);
         for (int step = 0; step < steps; step++, numbers += STEP) {
             if (step % 2 == 0) ask(&asked, n);
@@ -254,8 +257,9 @@ INLINE void tile_in_groups(int form, int m, int n, const char *w, int64_t panel,
             const char *factors = w + p / PARTS * panel + p % PARTS * FACTOR_SIZE(form) * WIDTH;
             reg scales = factors_of(form, factors, 0), minima = HAS_MINIMA(form) ? factors_of(form, factors, 1) : (reg){};
             UNROLL for (int i = 0; i < m; i++) {
-                sum[i][p] += floats_of_ints(whole[i][p]) * (scales * heads[i].scale);
-                if (HAS_MINIMA(form)) sum[i][p] += minima * heads[i].sum;
+                const GroupHead *head = head_of(x, row, i);
+                sum[i][p] += floats_of_ints(whole[i][p]) * (scales * head->scale);
+                if (HAS_MINIMA(form)) sum[i][p] += minima * head->sum;
             }
         }
     }
@@ -305,7 +309,7 @@ TILE(tile_bytes, BYTES_TILE)
                      const char *next, int64_t share) {                                                               \
         switch (8 * m + n) {                                                                                          \
             GROUP_CASES(1, form) GROUP_CASES(2, form) GROUP_CASES(3, form) GROUP_CASES(4, form)                       \
-            GROUP_CASE(5, 1, form) GROUP_CASE(6, 1, form) GROUP_CASE(7, 1, form) GROUP_CASE(8, 1, form)               \
+            GROUP_CASES(5, form) GROUP_CASES(6, form) GROUP_CASES(7, form) GROUP_CASES(8, form)               \
         }                                                                                                             \
     }
 GROUP_TILE(tile_bytes_16, BYTES_OF_16)

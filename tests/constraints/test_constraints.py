@@ -427,7 +427,7 @@ def test_llguidance_is_asked_for_by_name(without_llguidance: None) -> None:
     ("kind", "text", "message"),
     [
         ("regex", "a(b", "the regex grammar cannot be used: .*unclosed group"),
-        ("json_schema", '{"type": "foo"}', "the json_schema grammar cannot be used: Invalid type: foo"),
+        ("json_schema", '{"type": "foo"}', 'the json_schema grammar cannot be used: type "foo" is none of string'),
         ("json_schema", '{"typ', "the json_schema grammar cannot be used"),
         ("json_schema", {"type": "string", "not": {"const": "a"}}, '"not" cannot be kept'),
         ("lark", 'start: "a" foo', 'unknown name: "foo"'),

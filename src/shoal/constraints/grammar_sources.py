@@ -113,7 +113,7 @@ REWORDED = (
     ("Anchor '(.*)' does not exist", r'"$ref": "#\1" leads nowhere: the schema has no such part'),
     (
         "Invalid type: (.*)",
-        r'"type": "\1" is none: string, number, integer, boolean, array, object, null',
+        r'type "\1" is none of string, number, integer, boolean, array, object, null',
     ),
 )
 """Patterns of messages of llguidance, and what they say in JSON Schema's words."""

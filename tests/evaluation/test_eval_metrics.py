@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shoal.evaluation.sampling import METHODS
 from shoal.evaluation.summary import Results, SampleTable, permutation_test, summarize
 
 INF = np.inf
@@ -61,26 +57,3 @@ def test_nothing_finished_is_a_summary_too() -> None:
     assert [line["passed_all"]["mean"] for line in summary["lines"]] == [0, 0]
     assert summary["curves"]["budgets"] == []
     assert summary["against"] == []
-
-
-# ── the documentation ───────────────────────────────────────────────────────────────────────────────────────────────
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize("temperature", ["0.2", "0.8"])
-def test_the_tables_shown_are_those_of_the_results(temperature: str) -> None:
-    """docs/measurements/quality.md rounds, and leaves budgets out; nothing else."""
-    summary = json.loads((ROOT / f"benchmarks/results/quality-seeded-{temperature}.json").read_text())
-    lines = {(line["method"], line["budget"]): line for line in summary["lines"]}
-    text = (ROOT / "docs/measurements/quality.md").read_text().partition(f"**T = {temperature}**")[2]
-    shown = re.findall(
-        r"^\| (none|[\d.]+ s) \|(.*)\|$", text.partition("\n\n**T = ")[0].partition("\n- **")[0], re.MULTILINE
-    )
-    assert len(shown) == 7
-    for budget, cells in shown:
-        at = None if budget == "none" else float(budget.split()[0])
-        means = [
-            lines[method, at][name]["mean"] for name in ("passed_first", "passed_all", "finished") for method in METHODS
-        ]
-        assert [cell.strip() for cell in cells.split("|")] == [f"{100 * mean:.1f}" for mean in means]

@@ -699,7 +699,6 @@ REFUSED: list[tuple[Any, ...]] = [
     ({"tools": []}, "tools"),
     ({"n": "2"}, "n"),
     ({"best_of": 257}, "best_of"),
-    ({"stop": [""]}, "stop", "stop must be non-empty strings"),
     ({"logit_bias": {"260": 1}}, "logit_bias", "logit_bias names token id 260"),
     ({"suffix": "x"}, "suffix", "no fill-in-the-middle tokens"),
     ({"prompt": ""}, "prompt", "the prompt is empty"),

@@ -20,7 +20,14 @@ PATIENCE = 60.0
 
 async def streamed(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> tuple[int, float]:
     """Reads one stream to its end; returns the number of its tokens, and the seconds to its first part."""
-    body = {"model": "random", "prompt": prompt, "max_tokens": tokens, "temperature": 0.8, "ignore_eos": True, "stream": True}
+    body = {
+        "model": "random",
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0.8,
+        "ignore_eos": True,
+        "stream": True,
+    }
     started, first, used = time.perf_counter(), 0.0, 0
     async with http.stream("POST", "/v1/completions", json={**body, "stream_options": {"include_usage": True}}) as response:
         response.raise_for_status()

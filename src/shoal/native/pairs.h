@@ -73,8 +73,8 @@ INLINE __m512i pairs_at(int format, const char *w) {
     __m512i even = _mm512_srli_epi32((__m512i)weights_bytes(w, 0), 16);
     return _mm512_or_si512((__m512i)weights_bytes(w + LANES, 0), even);
 }
-INLINE void tile_of(int format, int m, int n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,
-                    const char *next, int64_t share) {
+INLINE void pair_tile(int format, int m, int n, const char *w, int64_t panel, const char *x, int64_t width, float *sums,
+                      const char *next, int64_t share) {
     const int bytes = 2 * LANES * (format == BYTES ? 1 : 2);
     Asked asked = lines_asked(w, panel, n, bytes, width / 2, next, share);
     __m512 sum[TOKENS][PANELS];
@@ -94,8 +94,8 @@ INLINE void tile_of(int format, int m, int n, const char *w, int64_t panel, cons
     UNROLL for (int i = 0; i < m; i++)
         UNROLL for (int p = 0; p < n; p++) _mm512_storeu_ps(sums + (i * n + p) * LANES, sum[i][p]);
 }
-#define PAIR_TILE(...) tile_of(BFLOAT16, __VA_ARGS__)
-#define PAIR_TILE_OF_BYTES(...) tile_of(BYTES, __VA_ARGS__)
+#define PAIR_TILE(...) pair_tile(BFLOAT16, __VA_ARGS__)
+#define PAIR_TILE_OF_BYTES(...) pair_tile(BYTES, __VA_ARGS__)
 TILE(tile_of_pairs, PAIR_TILE)
 TILE(tile_of_pairs_in_bytes, PAIR_TILE_OF_BYTES)
 #define READS_BYTES TOKENS /* most tokens for which bytes are read where they are */

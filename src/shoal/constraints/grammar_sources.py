@@ -97,6 +97,18 @@ REWORDED = (
         "no value fits an empty list of types, values or alternatives",
     ),
     ("Unsatisfiable schema: schema is false", "no value fits false"),
+    (
+        "Unsatisfiable schema: required property '(.*)' is unsat",
+        r"no value fits the required property '\1'",
+    ),
+    (
+        "Resource '(?:json-schema:///)?(.*?)' is not present in a registry",
+        r'"$ref": "\1" is another document: copy it into $defs, and refer to that',
+    ),
+    (
+        "patternProperty regexes /(.*)/ and /(.*)/ are not disjoint",
+        r"a name may fit two patterns of patternProperties, \1 and \2: let each name fit one",
+    ),
     ("Unsatisfiable schema: (.*)", r"no value fits it: \1"),
     ("Expected f64 for '(.*)', got (.*)", r'"\1" must be a number, got \2'),
     (
@@ -110,13 +122,16 @@ REWORDED = (
         "Failed to generate regex for float range",
         "no number that is written here lies within minimum and maximum",
     ),
-    ("Anchor '(.*)' does not exist", r'"$ref": "#\1" leads nowhere: the schema has no such part'),
+    (
+        "(?:Anchor|Pointer) '(.*?)' does not exist",
+        r'"$ref": "#\1" leads nowhere: the schema has no such part',
+    ),
     (
         "Invalid type: (.*)",
         r'type "\1" is none of string, number, integer, boolean, array, object, null',
     ),
 )
-"""Patterns of messages of llguidance, and what they say in JSON Schema's words."""
+"""Patterns of messages of llguidance, and the same messages in JSON Schema's words."""
 
 
 def short(text: str) -> str:
@@ -133,20 +148,6 @@ def short(text: str) -> str:
             '"oneOf" cannot be kept, as a value might fit two of its alternatives: use "anyOf", or '
             'give each alternative another "type", or a required key with another "const"'
         )
-    if reference := re.match("Resource '(.*?)' is not present in a registry", text):
-        return (
-            f'"$ref": "{reference[1].removeprefix("json-schema:///")}" is another document: copy '
-            f"it into $defs, and refer to that"
-        )
-    if reference := re.match("Pointer '(.*?)' does not exist", text):
-        return f'"$ref": "#{reference[1]}" leads nowhere: the schema has no such part'
-    if patterns := re.match("patternProperty regexes /(.*)/ and /(.*)/ are not disjoint", text):
-        return (
-            f"a name may fit two patterns of patternProperties, {patterns[1]} and {patterns[2]}: "
-            f"let each name fit one"
-        )
-    if name := re.match("Unsatisfiable schema: required property '(.*)' is unsat", text):
-        return f"no value fits the required property {name[1]!r}"
     if text.startswith("Unsatisfiable schema: Regex is empty"):
         return "no text fits what it says of a string (pattern, format, enum, lengths)"
     for words, ours in REWORDED:

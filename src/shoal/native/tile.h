@@ -191,7 +191,7 @@ INLINE reg weights_in_group(int form, const char *factors, const char *w, int k)
 /* Features of a token by groups of inputs: whole numbers of 16 bits times a scale. */
 typedef struct {
     float scale, sum; /* of the numbers, times the scale */
-    int32_t centre;   /* the sum of the numbers, times the centre of centred weights, less than 0 */
+    int32_t centre;   /* minus the centre of centred weights times the sum of the numbers */
     int32_t unused;
 } GroupHead;
 #define ROUNDED_BYTES(group) ((int64_t)sizeof(GroupHead) + 2 * (group))

@@ -210,7 +210,7 @@ OF_CHATS = (
     *("messages", "tools", "chat_template_kwargs", "add_generation_prompt"),
     *("continue_final_message", "split_special_tokens"),
 )
-"""The fields of /tokenize that mean what they mean in a chat."""
+"""The fields of /tokenize with the same meaning as in a chat."""
 
 
 class Tokens(BaseModel):

@@ -132,7 +132,7 @@ def _of_launches(device: torch.device) -> int:
 
 
 def _of_torch(properties: Any) -> int:
-    """Returns the shared memory that torch says, in bytes, or what every card has."""
+    """Returns the bytes of shared memory by torch's property; those of every card without it."""
     return max(LEAST_SHARED, getattr(properties, "shared_memory_per_block_optin", 0))
 
 

@@ -206,6 +206,15 @@ def test_nan_in_a_visible_key_is_that_rows(store: str, poison: float, inputs: At
         assert torch.equal(hit.isnan(), truth.isnan())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [8, 20, 24, 28])
+def test_what_another_pass_left_in_memory_is_not_read(dim: int, dtype: torch.dtype) -> None:
+    """Heads that fill no whole number of lanes, after a pass that was NaN everywhere."""
+    before = build([90], [9], dtype, dim=128, value_dim=128)
+    assert native(replace(before, query=torch.full_like(before.query, NAN))).isnan().all()
+    assert excess(build([5, 40], [1, 3], dtype, dim=dim, value_dim=dim)) <= 1
+
+
 def test_nan_in_a_shared_prompt_is_that_of_its_rows() -> None:
     inputs = build([9, 9, 12], [1, 2, 1], torch.float32, prefixes=[PROMPTS[0], None, PROMPTS[1]])
     assert inputs.shared_key is not None

@@ -280,6 +280,10 @@ def test_a_token_that_is_not_in_the_vocabulary() -> None:
 def test_which_decoders_have_passes_in_one_call() -> None:
     assert packed("llama", form=AS_IS).lean.no_whole == "its weights are not packed in panels"  # type: ignore[union-attr]
     hf = packed("llama").hf
+    decoder = decoder_of(hf)
+    assert decoder is not None
+    other = replace(decoder, activation="gelu")
+    assert whole_pass(other, NativeKernels(other).angles) == (None, "its gate is gelu, and the kernel has silu")
     hf.model.norm.weight.data = torch.ones(2 * hf.config.hidden_size)[::2]
     decoder = decoder_of(hf)
     assert decoder is not None

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.engine.memory import grown
 from shoal.errors import InternalError
 from shoal.models import loading
+from shoal.models.attention import Masks
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.cache.pass_plan import PACK_FROM
 from shoal.models.cache.row_store import zeros
@@ -184,6 +185,28 @@ def test_zeros_for_what_is_not_finite(cache: SlotCache, value: float) -> None:
         else:
             old[4], old[[2, 7]] = 0, value
         assert torch.equal(tensor.nan_to_num(7.0), old.nan_to_num(7.0))
+
+
+def test_gaps_go_with_copies_and_end_with_their_rows(cache: SlotCache) -> None:
+    """Of rows whose first and last tokens were taken from another cache: the next tokens stand behind the gap."""
+    part = SlotCache()
+    part.reserve(3, 12)
+    part.take(cache, [0, 1], 1, 2, LAYERS)
+    assert held(part, 1) == [11, 11.02, 11.03]
+    part.copy(1, 2, 3)
+    assert held(part, 2) == held(part, 1)
+    assert part.gaps == [0, 1, 1]
+    part.enter(1)
+    assert part.gaps == [0, 0, 1]
+
+
+def test_rows_of_one_length_see_other_keys_behind_prompts_of_unequal_lengths() -> None:
+    """So their pass needs a mask."""
+    plan = Plan([0, 1], [7, 7], [1, 1], CPU, prefixes=[Prefix(0, 5), Prefix(5, 2)])
+    assert (plan.tails, plan.kv, plan.common_keys) == ([3, 6], 6, 3)
+    bias = Masks(plan).bias(torch.float32)
+    assert bias is not None
+    assert (bias == 0).sum(-1).flatten().tolist() == plan.tails
 
 
 def test_the_shared_store_grows_alone(cache: SlotCache) -> None:

@@ -261,21 +261,13 @@ def test_a_first_block_is_that_of_transformers(tmp_path: Path) -> None:
     )
     target = wrap(hf, "tiny")
     drafter = BlockDrafter.for_target(target, directory=str(place))
-    found: list[list[int]] = []
-    real = drafter.propose
-
-    def propose(inputs: DraftInputs) -> DraftTree:
-        tree = real(inputs)
-        found.extend(list(draft) for row, draft in zip(inputs.rows, tree.drafts, strict=True) if row.tokens == prompt)
-        return tree
-
-    drafter.propose = propose  # type: ignore[method-assign]
+    proposals = recorded(drafter)
     engine = Engine(target, drafter, Fixed(SIZE), max_batch=2, rule=Coupled())
     engine.submit(Request(tuple(prompt), 1, Sampling(temperature=0.0), Limits(max_new_tokens=12)))
     while engine.step():
         pass
     assert logits.shape[1] == SIZE - 1
-    assert found == [candidates[0, len(prompt) :].tolist()]
+    assert [draft for tokens, draft, _ in proposals if tokens == prompt] == [candidates[0, len(prompt) :].tolist()]
 
 
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -31,7 +31,6 @@ from shoal.drafting.draft import read_draft
 from shoal.drafting.eagle3 import Eagle3Drafter
 from shoal.drafting.following import copy_beside
 from shoal.drafting.mtp import CascadeDrafter, MtpDrafter
-from shoal.drafting.protocol import DraftInputs
 from shoal.engine.engine import Engine
 from shoal.errors import ModelError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
@@ -41,7 +40,6 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
 from shoal.testing import tiny_model, tiny_tokenizer
 from shoal.types.requests import Request
-from shoal.types.trees import DraftTree
 
 
 def loaded(place: Path) -> Runner:
@@ -212,15 +210,7 @@ def test_a_first_draft_is_that_of_transformers(deep: Runner) -> None:
     drafter = MtpDrafter.for_target(deep)
     layer, prompt = drafter._heads.layer, PROMPTS[2]
     states = deep.hf(torch.tensor([prompt]), use_cache=False, output_hidden_states=True).hidden_states[-1]
-    found: list[list[int]] = []
-    real = drafter.propose
-
-    def propose(inputs: DraftInputs) -> DraftTree:
-        tree = real(inputs)
-        found.extend(list(draft) for row, draft in zip(inputs.rows, tree.drafts, strict=True) if row.tokens == prompt)
-        return tree
-
-    drafter.propose = propose  # type: ignore[method-assign]
+    proposals = recorded(drafter)
     engine = Engine(deep, drafter, Fixed(drafter._heads.depth), max_batch=2, rule=Coupled())
     engine.submit(Request(tuple(prompt), 1, Sampling(temperature=0.0), Limits(max_new_tokens=12)))
     while engine.step():
@@ -229,7 +219,7 @@ def test_a_first_draft_is_that_of_transformers(deep: Runner) -> None:
     fed, places = torch.tensor([prompt[1:]]), torch.arange(1, len(prompt))[None]
     drafted, *_ = layer(fed, states[:, :-1], None, places, transformers.cache_utils.MtpCache(config=layer.config))
     layer.config._attn_implementation = before
-    assert found == drafted.tolist()
+    assert [draft for tokens, draft, _ in proposals if tokens == prompt] == drafted.tolist()
 
 
 def test_layers_share_what_stands_beside_them(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
 
 Proposal = tuple[list[int], list[int], list[Tensor]]
-"""A row's tokens, its draft, and the q of each drafted token."""
+"""A row's tokens, its draft, and the q of each drafted token, if there are any."""
 
 
 def recorded(drafter: Drafter) -> list[Proposal]:
@@ -39,8 +39,8 @@ def recorded(drafter: Drafter) -> list[Proposal]:
         before = [list(row.tokens) for row in inputs.rows]
         tree = real(inputs)
         for b, (tokens, draft) in enumerate(zip(before, tree.drafts, strict=True)):
-            if draft and tree.q is not None:
-                found.append((tokens, list(draft), [q[b] for q in tree.q[: len(draft)]]))
+            if draft:
+                found.append((tokens, list(draft), [q[b] for q in (tree.q or ())[: len(draft)]]))
         return tree
 
     drafter.propose = propose  # type: ignore[method-assign]

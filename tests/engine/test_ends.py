@@ -54,6 +54,7 @@ def test_eos_anywhere_in_a_block(before: int, kind: str) -> None:
     assert sample.finish_reason == "eos"
     assert sample.token_ids[-1] == END
     assert sample.text == "abcdefgh"[:before]
+    assert sample.accepted == sum(sample.from_draft)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

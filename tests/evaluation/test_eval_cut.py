@@ -54,6 +54,17 @@ def test_a_seed_decides_the_place_and_others_another(tokenizer: Any) -> None:
     assert cuts(problems, tokenizer, ["word"], 3) == [c for c in cuts(problems, tokenizer, KINDS, 3) if c.kind == "word"]
 
 
+def test_a_token_that_the_prompt_begins_is_not_cut(tokenizer: Any) -> None:
+    """The model is given no less than the prompt."""
+    whole = "def first(numbers):\n    return numbers[0]\n"
+    crossing = [(start, end) for start, end in tokens_of(tokenizer, whole) if end > start + 2]
+    assert crossing
+    for start, end in crossing:
+        assert any(place == start for found in places(tokenizer, whole, start).values() for _, place in found)
+        for first in range(start + 1, end):
+            assert all(place >= end for found in places(tokenizer, whole, first).values() for _, place in found)
+
+
 def test_what_cannot_be_cut_has_no_places(tokenizer: Any) -> None:
     assert not any(places(tokenizer, "größe = 1", 0).values())
     assert not cuts([Problem("g", "python", "def g():\n", "", "g")], tokenizer, KINDS)

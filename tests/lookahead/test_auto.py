@@ -766,11 +766,13 @@ def test_the_drafters_prompts_are_part_of_a_trials_price() -> None:
     assert unfed.tokens(rows) == 12 + 2 + 9  # those that left are not remembered
 
 
-def test_a_plan_must_bring_back_the_prompts_it_needs() -> None:
+@pytest.mark.parametrize("remaining", [100, 10_000])
+def test_a_plan_must_bring_back_the_prompts_it_needs(remaining: int) -> None:
+    """Within the tokens that a row is likely to get, however many it may get."""
     cheap, dear = (auto(FLAT, 0.3, 0.5) for _ in range(2))
     for controller, seconds in ((cheap, 0.1), (dear, 50.0)):
         controller.costs.preparing.observe(40, seconds)
-        lengths = controller.lengths([row() for _ in range(8)], 0)
+        lengths = controller.lengths([row(remaining) for _ in range(8)], 0)
         assert (max(lengths) > 1) == (controller is cheap)
 
 

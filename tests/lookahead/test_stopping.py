@@ -54,6 +54,15 @@ def test_the_ablated_rule_is_the_same_for_any_confidence() -> None:
     assert ends(Stopping, 0.01) == [0, 0]
 
 
+def test_drafting_ends_where_the_next_token_of_the_rows_left_is_worth_less_than_a_step() -> None:
+    """It is worth 0.9 * 0.5 less the 0.4 of its place; one of the row that has ended was worth five times as much."""
+    plan = RoundPlan(rate=1.0, position_cost=0.4, step_cost=0.1)
+    rule = Stopping(plan, [5.0, 1.0], [[0.9] * stopping.BINS] * 2, [[0.5] * 4] * 2)
+    rule.keep([1])
+    rule.begin([3])
+    assert rule.shorten(0, [0.5]) == [1]
+
+
 def test_all_settings_have_the_same_luck_and_figures_repeat() -> None:
     def found() -> list[Line]:
         return list(lines(stopping.flat(0.1), [of_stretches(True)], [1], tokens=60, runs=2, stops=False))

@@ -138,6 +138,9 @@ def test_memory_holds_what_its_rows_hold(runner: tuple[GgufRunner, Any]) -> None
     rows[2] = rows[0][:5]
     back(0, 6)
     feed([0, 2, 1], [2, 3, 1])
+    cache.copy(2, 3, 5)  # the copy holds what it was copied from
+    rows[3] = rows[2][:5]
+    feed([3], [1])
     back(0, 7)
     cache.copy(0, 3, 7)
     rows[3] = rows[0][:7]

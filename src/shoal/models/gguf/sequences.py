@@ -185,7 +185,7 @@ class Sequences(SlotCache):
             lib.llama_memory_seq_cp(memory, source, target, -1, -1)
             self._stored[target] = self.lengths[source]
             self._copied = True
-        self.lengths[target], self.gaps[target] = length, self.gaps[source]
+        self.lengths[target] = length
 
     def zero_tail(self, slot: int, length: int) -> None:
         """Removes the tokens of the slot from position `length` on."""

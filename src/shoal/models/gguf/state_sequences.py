@@ -164,7 +164,6 @@ class StateSequences(Sequences):
         elif not length:
             self.enter(target)
         self._held[target] = held
-        self.gaps[target] = self.gaps[source]
 
     def restore(self, slot: int, state: RowState, length: int) -> None:
         """Makes the tokens of a slot those of a state."""

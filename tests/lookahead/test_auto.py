@@ -25,7 +25,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead import safeguards
 from shoal.lookahead.acceptance import Acceptance, DraftOutcome, Record
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
-from shoal.lookahead.costs import CostCurve, rounded
+from shoal.lookahead.costs import CostCurve, DraftCostCurve, rounded
 from shoal.lookahead.plan import Unfed, best_plan
 from shoal.lookahead.safeguards import FIRST, MOST, SHARE, Credit, PlainRounds
 from shoal.testing.drafters import engine_of, runners_of
@@ -225,10 +225,10 @@ def test_plain_decoding_exactly_where_no_draft_length_pays(
 
 def test_without_costs_every_kind_of_round_is_tried_twice() -> None:
     controller, seen = Auto(PairCosts(packed=True)), []
-    for _ in range(4):
+    for _ in range(6):
         seen.append(controller.lengths([row(), row(3), row()], 0))
         controller.learn(Outcome(seen[-1], [0, 0, 0], max(seen[-1]), 1.0, 0.1))
-    assert seen == [[0, 0, 0], [2, 2, 0], [0, 0, 0], [2, 2, 0]]
+    assert seen == [[0, 0, 0], [2, 2, 0], [2, 2, 0], [0, 0, 0], [2, 2, 0], [2, 2, 0]]
 
 
 def test_plans_are_corrected_by_what_comes_of_them() -> None:
@@ -291,6 +291,38 @@ def test_slow_first_passes_of_every_size_delay_the_right_length_by_a_few_rounds(
     assert (disturbed == 0).sum() <= (quiet == 0).sum() + 6
     monkeypatch.setattr(CostCurve, "DOUBTED", 1)  # sabotage: a first pass is believed
     assert (np.array(lengths_of_rounds(rows, 10.0)[10:]) == 0).sum() > 150
+
+
+def first_planned_round(slow: int, rows: int) -> int:
+    """The first round with a plan, if the first `slow` rounds with drafts take twenty times their seconds, drafter and target."""
+    controller, held, trials = Auto(PairCosts(packed=True)), [row(10_000) for _ in range(rows)], 0
+    for number in range(6_000):
+        lengths = controller.lengths(held, 0)
+        if max(lengths) > 2:
+            return number
+        trials += (drafts := max(lengths) > 0)
+        factor = 20.0 if drafts and trials <= slow else 1.0
+        starting, step = (0.4 * factor, 0.1 * factor * (max(lengths) - 1)) if drafts else (0.0, 0.0)
+        verifying = (1.0 + 0.02 * sum(lengths)) * factor
+        controller.learn(
+            Outcome(lengths, lengths, max(lengths), verifying + starting + step, starting + step, seconds_between=step)
+        )
+    return 6_000
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_few_slow_trials_put_off_drafts_by_few_rounds(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are borne by the others; after four, the next trial comes as soon as a cheap one would, and its seconds are believed."""
+    assert first_planned_round(2, rows) == first_planned_round(0, rows)
+    assert first_planned_round(4, rows) <= 1_000
+    with monkeypatch.context() as sabotage:  # the slow trials' price is believed
+        sabotage.setattr("shoal.lookahead.plan.DOUBTED_PRICE", 1e9)
+        assert first_planned_round(4, rows) > 1_500
+    with monkeypatch.context() as sabotage:  # two trials decide
+        sabotage.setattr("shoal.lookahead.auto.FIRST_ROUNDS", (False, True, False, True))
+        assert first_planned_round(2, rows) > 500
+    monkeypatch.setattr(DraftCostCurve, "_believed", staticmethod(CostCurve._believed))  # the median counts
+    assert first_planned_round(4, rows) > 1_500
 
 
 def test_a_cost_beyond_that_of_smaller_sizes_is_believed_at_the_third_time() -> None:

@@ -38,11 +38,13 @@ from shoal.types.requests import Row
 if TYPE_CHECKING:
     from shoal.types.rounds import Outcome
 
-FIRST_ROUNDS = (False, True, False, True)
+FIRST_ROUNDS = (False, True, True, False, True, True)
 """The kinds of the very first rounds, before any cost is known: True for a trial.
 
-Each kind comes twice, because first passes are slow. The first round is plain, so that no token
-waits for an unknown drafter.
+First passes are slow, so plain rounds come twice and trials four times: the median of four
+observations bears two that were disturbed. A trial after another finds the drafter's code and
+weights in the caches, as rounds of a plan do. The first round is plain, so that no token waits for
+an unknown drafter.
 """
 MIN_ACCEPTANCE = 0.1
 """The acceptance rate below which an engine is made without the drafter, until a trial is due."""

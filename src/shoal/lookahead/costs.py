@@ -131,7 +131,7 @@ class CostCurve:
         if len(first) < self.FIRST:
             expected, most = self.seconds(size), self._most(size)
             first.append(seconds)
-            value = sorted(first)[(len(first) - 1) // 2]
+            value = sorted(first)[self._believed(len(first))]
             if len(first) < self.DOUBTED and value > most:
                 value = expected
         else:
@@ -166,6 +166,10 @@ class CostCurve:
     def known(self) -> bool:
         """True if there is an observation."""
         return bool(self._points)
+
+    def doubts(self, size: int) -> bool:
+        """Returns True if a size has too few observations for their median to be trusted."""
+        return len(self._first.get(rounded(size), ())) < self.FIRST
 
     @property
     def largest(self) -> int:
@@ -215,6 +219,23 @@ class CostCurve:
             self._line = [0, *sizes], [0.0, *seconds]
         return self._line
 
+    @staticmethod
+    def _believed(observations: int) -> int:
+        """Returns the place of the first observation that counts, sorted by seconds."""
+        return (observations - 1) // 2
+
+
+class DraftCostCurve(CostCurve):
+    """A curve of a drafter's proposals or steps: the fastest of the first ones counts.
+
+    A drafter that is believed to be slow makes no more proposals that could say otherwise, while
+    one that is believed to be a little too fast is soon observed again.
+    """
+
+    @staticmethod
+    def _believed(observations: int) -> int:
+        return 0
+
 
 class MixedCostCurve(CostCurve):
     """A curve of passes whose costs differ by nature.
@@ -261,8 +282,8 @@ class PairCosts:
         self.packed = packed
         self.acceptance, self.trees = Acceptance(LIMIT), TreeSizes(LIMIT)
         self.verify = CostCurve()
-        self.start = CostCurve()
-        self.draft = CostCurve()
+        self.start = DraftCostCurve()
+        self.draft = DraftCostCurve()
         self.preparing = CostCurve()
         self.rounds = 0
         self.calibrations: dict[int, float] = {}
@@ -314,9 +335,14 @@ class PairCosts:
         start = self.start.observe(rows, seconds - between)
         return start + (more * self.draft.observe(rows, between / more) if more else 0.0)
 
+    @property
+    def starting(self) -> CostCurve:
+        """The curve of proposals of one step."""
+        return self.start if self.start.known else self.draft
+
     def seconds_starting(self, rows: int) -> float:
         """Returns the seconds of a proposal of one step."""
-        return (self.start if self.start.known else self.draft).seconds(rows)
+        return self.starting.seconds(rows)
 
     def seconds_step(self, rows: int) -> float:
         """Returns the seconds of each further step."""

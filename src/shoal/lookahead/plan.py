@@ -33,6 +33,12 @@ from shoal.types.requests import Row
 
 TRIAL_ROWS = 2
 """The number of rows that a trial drafts for: the drafter computes the prompts of these only."""
+DOUBTED_PRICE = 2.0
+"""The most that a trial is believed to cost, in plain rounds, while its cost is doubted.
+
+Otherwise a few slow first trials would put off the next for thousands of rounds. A trial that costs
+more is paid off afterwards.
+"""
 
 
 class Unfed:
@@ -234,9 +240,10 @@ def trial_is_due(rows: int, unfed: int, costs: PairCosts) -> bool:
         costs.seconds_starting(rows)
         + costs.verify.seconds(rows + (TRIAL_ROWS if costs.packed else rows) * nodes)
         - plain
-        + costs.seconds_preparing(unfed)
     )
-    return costs.credit.allows_trial(cost, plain)
+    if costs.starting.doubts(rows):
+        cost = min(cost, DOUBTED_PRICE * plain)
+    return costs.credit.allows_trial(cost + costs.seconds_preparing(unfed), plain)
 
 
 def remaining_weights(remaining: Array, survival: Array, costs: PairCosts) -> Array:

@@ -282,8 +282,8 @@ class PairCosts:
         self.packed = packed
         self.acceptance, self.trees = Acceptance(LIMIT), TreeSizes(LIMIT)
         self.verify = CostCurve()
-        self.start = DraftCostCurve()
-        self.draft = DraftCostCurve()
+        self.start: CostCurve = DraftCostCurve()
+        self.draft: CostCurve = DraftCostCurve()
         self.preparing = CostCurve()
         self.rounds = 0
         self.calibrations: dict[int, float] = {}

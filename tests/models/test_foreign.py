@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import shoal
 from shoal.drafting.ngram import NGramDrafter
@@ -73,9 +75,22 @@ UNREAD = {
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, of_a_tensor, "was quantised by modelopt, which"),
     "new": ({"quant_method": "something new"}, of_rows, "was quantised by something new, which"),
     "unnamed": ({"bits": 8}, of_rows, "was quantised by an unnamed method, which"),
-    "int8 alone": (None, of_rows, "holds quantised weights .*weight_scale and 13 more"),
+    "mlx": ({"group_size": 32, "bits": 8, "mode": "affine"}, of_rows, "was quantised by an unnamed method, which"),
+    "exl3": ({"quant_method": "exl3", "bits": 4.0}, of_rows, "was quantised by exl3, which"),
+    "nvfp4 of modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, of_rows, "was quantised by modelopt, which"),
+    "gguf": ({"quant_method": "gguf"}, of_rows, "was quantised by gguf, which"),
+    "other case": ({"quant_method": "FP8"}, of_blocks, "was quantised by FP8, which"),
+    "int8 alone": (None, of_rows, "holds quantised weights .*weight_scale and 13 more.* no quantization_config"),
     "fp8 alone": (None, of_blocks, "holds quantised weights .*weight_scale_inv and 13 more"),
-}
+    "fp8 of tensors": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, of_a_tensor,
+        "holds quantised weights .*weight_scale and 13 more.* reads no such tensors of fp8",
+    ),
+    "int8 as fp8": ({"quant_method": "fp8"}, of_rows, "weight_scale and 13 more.* reads no such tensors of fp8"),
+    "int8 as mxfp4": ({"quant_method": "mxfp4"}, of_rows, "weight_scale and 13 more.* reads no such tensors of mxfp4"),
+}  # fmt: skip
+NOT_READ_WRONG = ("unnamed", "mlx", "gguf", "int8 as mxfp4")
+"""Those that Transformers does not load either: it asks for the method's name, or computes with whole numbers."""
 
 
 @pytest.mark.parametrize("name", UNREAD)
@@ -88,12 +103,69 @@ def test_what_nobody_reads_is_refused(name: str, tmp_path: Path, monkeypatch: py
     for roles in ((tmp_path / "quantised", None), (tmp_path / "plain", str(tmp_path / "quantised"))):
         with pytest.raises(UnsupportedModel, match=message + ".*take the checkpoint that it was made from"):
             shoal.load(*roles, dtype="float32")
-    if name != "unnamed":  # Transformers asks for the name itself
+    if name not in NOT_READ_WRONG:
         monkeypatch.setattr(pretrained, "require_known_method", lambda *_: None)
         monkeypatch.setattr(pretrained, "require_no_scales", lambda *_: None)
         with shoal.load(tmp_path / "quantised", dtype="float32") as pair:
             found = pair.target.hf.state_dict()["model.layers.0.self_attn.q_proj.weight"]
         assert (found - right["model.layers.0.self_attn.q_proj.weight"]).abs().max() > 100
+
+
+OF_FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+OF_FOURS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+SPARSE = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+
+
+def compressed(kind: str, weights: dict[str, Any], **entries: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, **entries}}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups}
+
+
+METHODS: dict[str, tuple[str, dict[str, Any], str]] = {
+    **{
+        method: (package, {"quant_method": method}, "")
+        for method, package in {
+            "eetq": "kernels", "fouroversix": "fouroversix", "gemma": "", "bitnet": "", "higgs": "flute", "metal": "kernels",
+            "nvfp4": "", "quanto": "optimum", "sinq": "sinq", "vptq": "vptq",
+        }.items()
+    },
+    "aqlm": ("aqlm", {"quant_method": "aqlm", "in_group_size": 8, "num_codebooks": 1, "nbits_per_codebook": 16}, ""),
+    "auto-round": ("auto_round", {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}, ""),
+    "hqq": ("hqq", {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 16}}}, ""),
+    "quark": ("quark", {"quant_method": "quark", "export": {"pack_method": "reorder"}, "global_quant_config": {}}, ""),
+    "fbgemm_fp8": ("fbgemm_gpu", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, ""),
+    "awq of a column": ("gptqmodel", {"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, "its version gemv_fast is"),
+    "gptq of 2 bits": ("gptqmodel", {"quant_method": "gptq", "bits": 2, "group_size": 32}, "its weights have 2 bits"),
+    "gptq of 3 bits": (
+        "gptqmodel", {"quant_method": "gptq", "bits": 3, "group_size": 32, "desc_act": True, "sym": False}, "weights have 3 bits"
+    ),
+    "gptq of marlin": (
+        "gptqmodel", {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"},
+        "the checkpoint_format marlin is",
+    ),
+    "compressed floats": ("compressed_tensors", compressed("float-quantized", OF_FLOATS), "its weights are float of 8 bits"),
+    "compressed fours": ("compressed_tensors", compressed("nvfp4-pack-quantized", OF_FOURS), "its weights are float of 4 bits"),
+    "compressed sparse": ("compressed_tensors", compressed("marlin-24", SPARSE), "its format is marlin-24"),
+    "compressed features": (
+        "compressed_tensors",
+        compressed("int-quantized", SPARSE | {"num_bits": 8}, input_activations={"num_bits": 8, "type": "int"}),
+        "it is W8A8: its input_activations are quantised too",
+    ),
+}  # fmt: skip
+"""Methods that Transformers knows: the package it computes them with, a config, and why the kernels in C do not."""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_whose_package_is_missing_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    package, config, ours = METHODS[name]
+    if package and find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    method = config["quant_method"]
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        pytest.skip(f"an older Transformers does not know {method}")
+    save_quantised(tmp_path, config, of_rows)
+    with pytest.raises(UnsupportedModel, match=f"was quantised by {method}, and cannot be read here: .*{ours}.*take the"):
+        shoal.load(tmp_path, dtype="float32")
 
 
 def agrees(place: Path, right: Tensors) -> None:

@@ -91,27 +91,32 @@ def require_known_method(source: object, config: Any) -> None:
     name = method_of(config)
     known = {
         one.removesuffix("_4bit").removesuffix("_8bit") for one in AUTO_QUANTIZATION_CONFIG_MAPPING
-    }
+    } - {"gguf"}  # Transformers reads such files, and no tensors beside a config.json
     if name is not None and name not in known:
         raise UnsupportedModel(
             f"{source} was quantised by {name}, which Transformers does not read: {INSTEAD}"
         )
 
 
-def require_no_scales(source: object, hf: Any, left: Iterable[str]) -> None:
+def require_no_scales(source: object, method: str | None, hf: Any, left: Iterable[str]) -> None:
     """Raises UnsupportedModel if a model without a quantiser has left scales in its checkpoint.
 
     Args:
         source: the checkpoint.
+        method: the name of the method in its config, see `method_of`.
         hf: the loaded model.
         left: the names of tensors that Transformers has not used.
     """
     names = sorted(name for name in left if SCALES.search(name))
     if names and getattr(hf, "hf_quantizer", None) is None:
+        reason = (
+            "its config.json has no quantization_config that says how to read them"
+            if method is None
+            else f"Transformers reads no such tensors of {method}"
+        )
         raise UnsupportedModel(
             f"{source} holds quantised weights ({names[0]} and {len(names) - 1} more such "
-            f"tensors), and its config.json has no quantization_config that says how to read "
-            f"them: {INSTEAD}"
+            f"tensors), and {reason}: {INSTEAD}"
         )
 
 
@@ -241,7 +246,7 @@ def load_weights(source: str | Path, config: Any, groups: str | None = None, **o
         raise UnsupportedModel(
             f"{source} was quantised by {method}, and cannot be read here: {why}{error}; {INSTEAD}"
         ) from error
-    require_no_scales(source, hf, found["unexpected_keys"])
+    require_no_scales(source, method, hf, found["unexpected_keys"])
     return hf
 
 

@@ -354,8 +354,8 @@ def test_without_a_drafter_those_in_the_box_are_measured(pair: tuple[str, ...], 
 
 
 def test_published_drafters_are_named_by_the_shape_of_the_target() -> None:
-    def told(family: str, vocabulary: int, width: int) -> list[str]:
-        config = SimpleNamespace(model_type=family, vocab_size=vocabulary, hidden_size=width)
+    def told(family: str, vocabulary: int, width: int, layers: int = 36) -> list[str]:
+        config = SimpleNamespace(model_type=family, vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers)
         config.get_text_config = lambda: config
         target = SimpleNamespace(name="own", has_modules=True, hf=SimpleNamespace(config=config))
         case: Any = SimpleNamespace(model=SimpleNamespace(target=target))
@@ -366,6 +366,12 @@ def test_published_drafters_are_named_by_the_shape_of_the_target() -> None:
         "z-lab/Qwen3-8B-DFlash-b16",
         "RedHatAI/Qwen3-8B-speculator.eagle3",
     ]
+    large = {layers: told("qwen3", 151936, 5120, layers) for layers in (36, 40, 64)}  # heads of one are not those of another
+    assert large[36] == ["Qwen/Qwen3-0.6B"]
+    assert large[40] == ["Qwen/Qwen3-0.6B", "RedHatAI/Qwen3-14B-speculator.eagle3"]
+    assert large[64] == ["Qwen/Qwen3-0.6B", "RedHatAI/Qwen3-32B-speculator.eagle3"]
+    assert told("qwen3_moe", 151936, 2048, 48) == ["Qwen/Qwen3-0.6B", "AngelSlim/Qwen3-a3B_eagle3"]
+    assert told("llama", 32000, 4096, 32) == ["FasterDecoding/medusa-vicuna-7b-v1.3"]
     assert told("qwen3", 151936, 1024) == told("qwen3", 32000, 4096) == told("mistral", 151936, 4096) == []
     assert told("llama", 49152, 2048) == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
     assert told("llama", 49152, 576) == []  # the model itself

@@ -41,6 +41,8 @@ class Published:
         place: the Hub id.
         width: the width of the only targets that it drafts for; 0 = all wider than `above`.
         above: the width of a draft model itself.
+        layers: the number of the only targets' layers, where models of that width have several;
+            0 = any number.
         about: the kind of drafter.
     """
 
@@ -49,28 +51,40 @@ class Published:
     place: str
     width: int = 0
     above: int = 0
+    layers: int = 0
     about: str = "a smaller model of the family"
 
-    def fits(self, family: str, vocabulary: int, width: int) -> bool:
+    def fits(self, family: str, vocabulary: int, width: int, layers: int) -> bool:
         """Returns True if it drafts for models of that shape."""
         right = width == self.width if self.width else width > self.above
+        right = right and self.layers in (0, layers)
         return (family, vocabulary) == (self.family, self.vocabulary) and right
 
 
 EAGLE3, DFLASH, GEMMA4 = "EAGLE-3 heads", "a DFlash drafter", "an assistant"
+MEDUSA = "Medusa heads"
+LLAMA3, QWEN3 = ("llama", 128256), ("qwen3", 151936)
 PUBLISHED = (
-    Published("llama", 128256, "meta-llama/Llama-3.2-1B-Instruct", above=2048),
-    Published("llama", 128256, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", 4096, about=EAGLE3),
-    Published("llama", 128256, "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", 8192, about=EAGLE3),
+    Published(*LLAMA3, "meta-llama/Llama-3.2-1B-Instruct", above=2048),
+    Published(*LLAMA3, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", 4096, about=EAGLE3),
+    Published(*LLAMA3, "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", 4096, about=EAGLE3),
+    Published(*LLAMA3, "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", 4096, about=DFLASH),
+    Published(*LLAMA3, "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", 8192, about=EAGLE3),
+    Published("llama", 32000, "FasterDecoding/medusa-vicuna-7b-v1.3", 4096, about=MEDUSA),
+    Published("llama", 32000, "yuhuili/EAGLE3-Vicuna1.3-13B", 5120, about=EAGLE3),
     Published("llama", 49152, "HuggingFaceTB/SmolLM2-135M-Instruct", above=576),
     Published("qwen2", 151936, "Qwen/Qwen2.5-0.5B-Instruct", above=896),
     Published("qwen2", 152064, "Qwen/Qwen2.5-0.5B-Instruct", above=896),
-    Published("qwen3", 151936, "Qwen/Qwen3-0.6B", above=1024),
-    Published("qwen3", 151936, "AngelSlim/Qwen3-1.7B_eagle3", 2048, about=EAGLE3),
-    Published("qwen3", 151936, "z-lab/Qwen3-4B-DFlash-b16", 2560, about=DFLASH),
-    Published("qwen3", 151936, "z-lab/Qwen3-8B-DFlash-b16", 4096, about=DFLASH),
-    Published("qwen3", 151936, "RedHatAI/Qwen3-8B-speculator.eagle3", 4096, about=EAGLE3),
-    Published("qwen3", 151936, "RedHatAI/Qwen3-14B-speculator.eagle3", 5120, about=EAGLE3),
+    Published(*QWEN3, "Qwen/Qwen3-0.6B", above=1024),
+    Published(*QWEN3, "AngelSlim/Qwen3-1.7B_eagle3", 2048, about=EAGLE3),
+    Published(*QWEN3, "AngelSlim/Qwen3-4B_eagle3", 2560, about=EAGLE3),
+    Published(*QWEN3, "z-lab/Qwen3-4B-DFlash-b16", 2560, about=DFLASH),
+    Published(*QWEN3, "z-lab/Qwen3-8B-DFlash-b16", 4096, about=DFLASH),
+    Published(*QWEN3, "RedHatAI/Qwen3-8B-speculator.eagle3", 4096, about=EAGLE3),
+    Published(*QWEN3, "RedHatAI/Qwen3-14B-speculator.eagle3", 5120, layers=40, about=EAGLE3),
+    Published(*QWEN3, "RedHatAI/Qwen3-32B-speculator.eagle3", 5120, layers=64, about=EAGLE3),
+    Published("qwen3_moe", 151936, "Qwen/Qwen3-0.6B", above=1024),
+    Published("qwen3_moe", 151936, "AngelSlim/Qwen3-a3B_eagle3", 2048, about=EAGLE3),
     Published("qwen3_5_text", 248320, "Qwen/Qwen3.5-0.8B", above=1024),
     Published("qwen3_5_text", 248320, "z-lab/Qwen3.5-4B-DFlash", 2560, about=DFLASH),
     Published("qwen3_5_moe_text", 248320, "Qwen/Qwen3.5-0.8B", above=1024),
@@ -79,10 +93,14 @@ PUBLISHED = (
     Published("mamba", 50280, "state-spaces/mamba-130m-hf", above=768),
     Published("gemma3_text", 262144, "google/gemma-3-270m-it", above=640),
     Published("gemma4_text", 262144, "google/gemma-4-E2B-it-assistant", 1536, about=GEMMA4),
+    Published("gemma4_text", 262144, "google/gemma-4-31B-it-assistant", 5376, about=GEMMA4),
     Published("gpt2", 50257, "openai-community/gpt2", above=768),
     Published("opt", 50272, "facebook/opt-125m", above=768),
 )
-"""The well-known ones, by Hub id. What is loaded decides: one that does not fit is refused."""
+"""The well-known ones, by Hub id, as their publishers' pages name them.
+
+What is loaded decides: one that does not fit is refused.
+"""
 
 
 def published(case: CheckCase) -> Iterator[CheckResult]:
@@ -91,7 +109,8 @@ def published(case: CheckCase) -> Iterator[CheckResult]:
     if not target.has_modules:
         return
     config = target.hf.config.get_text_config()
-    shape = config.model_type, config.vocab_size, getattr(config, "hidden_size", 0)
+    sizes = (getattr(config, name, 0) for name in ("hidden_size", "num_hidden_layers"))
+    shape = config.model_type, config.vocab_size, *sizes
     found = [one for one in PUBLISHED if one.fits(*shape) and one.place != target.name]
     if found:
         figure = "; ".join(f"{one.place} ({one.about})" for one in found)

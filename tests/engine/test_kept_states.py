@@ -88,7 +88,9 @@ ASKED = [
 
 
 @pytest.mark.parametrize(
-    ("family", "k"), [("lfm2", 3), *((family, 3 * (i % 2)) for i, family in enumerate((*FAMILIES, *STEPWISE)))]
+    ("family", "k"),
+    [("lfm2", 3), *((family, 3 * (i % 2)) for i, family in enumerate((*FAMILIES, *STEPWISE)))]
+    + [pytest.param(family, 3, marks=pytest.mark.slow) for family in sorted({*RECURRENT} - {*FAMILIES, *STEPWISE})],
 )
 def test_later_prompts_have_the_bits_of_those_without_memory(family: str, k: int) -> None:
     plain, keeping = engine(family, 0, k), engine(family, k=k)

@@ -337,6 +337,8 @@ def test_what_all_constraints_let_follow_is_kept() -> None:
         1,
         LETTERS[:2],
     )
+    others = (compiled(Grammar("regex", text)) for text in ("abdefg", "abcde"))  # the first has one draft more
+    assert masks.forced(row_of([], *others), encode("abdx"), VOCABULARY) == (2, encode("defg"))
     lost = row_of(encode("x"), compiled(Grammar("regex", "abcde")))
     assert masks.forced(lost, encode("a"), VOCABULARY) == (0, [])
 

@@ -297,6 +297,17 @@ def test_samples_of_a_grammar_are_resampled(bundled: shoal.Shoal) -> None:
     assert [sample.text for sample in again.samples] == [sample.text for sample in output.samples]
 
 
+def test_tokens_behind_a_stop_string_have_no_weight(bundled: shoal.Shoal) -> None:
+    """A block may bring some: weights are those of rows without drafts."""
+    options: Any = {"seed": 3, "max_new_tokens": 12, "grammar": Grammar("regex", "[a-z]{2}[0-9]{3} x*;"), "stop": " "}
+    plain, drafted = (bundled.generate("value = ", 8, exact=True, lookahead=length, **options) for length in ("off", 6))
+    assert drafted.stats.accepted > 0
+    for one, other in zip(plain[0].samples, drafted[0].samples, strict=True):
+        assert (one.text, one.finish_reason) == (other.text, "stop")
+        assert one.log_allowed == pytest.approx(other.log_allowed, abs=1e-4)
+        assert one.log_weight == pytest.approx(other.log_weight, abs=1e-4)
+
+
 class Small(Asked):
     """After an even token only tokens below 100, so that beginnings differ in what they are worth."""
 

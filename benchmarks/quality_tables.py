@@ -1,4 +1,4 @@
-"""The tables and plots of `quality_real.sh` and `quality.sh`, of the runs that have come to their end.
+"""The tables and plots of `quality_real.py` and `quality.sh`, of the runs that have come to their end.
 
     python benchmarks/quality_tables.py build/quality-real    # keeps their summaries in results/, draws, writes the tables
     python benchmarks/quality_tables.py --pair build/quality  # those of `quality.sh`, the bundled pair's
@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from provenance import write_results
 from shoal.durable import write_synced
-from shoal.evaluation.figure import metric_name, png
+from shoal.evaluation.figure import COLOURS, LABELS, metric_name, png
+from shoal.evaluation.journal import GRADES, SAMPLES
+from shoal.evaluation.summary import Results, summarize
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "quality.md"
@@ -36,15 +40,69 @@ SETS = {
     SUMMARIES: "Summaries in one sentence of ACLSum's abstracts, by the chat template",
 }
 BUDGETS = (0.5, 1, 2, 4, None)
+ENGINES = {"llamacpp": ("llama.cpp, all at once", "#009E73"), "openvino": ("OpenVINO GenAI, all at once", "#E69F00")}
+"""The other engines: how the plot calls them, and their colours."""
+OWN = tuple(LABELS)
+ORDER = (*OWN, *ENGINES)
+"""All methods, in the order of the tables."""
+NUMBERS = (1, 4, 8, 16, 32)
+"""The numbers of samples that the page has a table of once all runs have ended."""
+SHARED = ("set", "fingerprint", "chat", "n", "max_new_tokens", "temperature", "top_p", "seed", "threads")
+"""The settings that runs must have in common to stand in one table."""
 Summary = Mapping[str, Any]
 
 
 def keep(directory: Path, results: Path = RESULTS) -> None:
-    """Copies the summaries of a directory of runs, without the path of the model."""
+    """Writes one summary for each set and number of samples, of all methods whose runs have ended."""
+    parts: dict[str, list[Path]] = {}
     for file in sorted(directory.glob("*/summary.json")):
-        summary = json.loads(file.read_text("utf-8"))
-        summary["settings"]["model"] = Path(summary["settings"]["model"]).name
-        write_results(results / f"{PREFIX}{file.parent.name}.json", summary)
+        parts.setdefault(re.sub(r"(-\d+)-[a-z]+$", r"\1", file.parent.name), []).append(file.parent)
+    for name, places in parts.items():
+        write_results(results / f"{PREFIX}{name}.json", joined(places))
+
+
+def joined(places: Sequence[Path]) -> dict[str, Any]:
+    """Returns the summary of runs of the same problems by different methods, without the paths of the models.
+
+    Raises:
+        SystemExit: their settings differ in more than their methods and engines.
+    """
+    summaries = [json.loads((place / "summary.json").read_text("utf-8")) for place in places]
+    first = summaries[0]
+    parts = [
+        {"methods": one["settings"]["methods"], "machine": one["machine"], "loaded": one.get("loaded", [])}
+        for one in summaries
+    ]
+    settings = first["settings"] | {"model": Path(first["settings"]["model"]).name}
+    if len(places) == 1:
+        return {**first, "settings": settings, "parts": parts}
+    for place, one in zip(places, summaries, strict=True):
+        for name in SHARED:
+            if one["settings"][name] != first["settings"][name]:
+                raise SystemExit(f"{place} has {name} {one['settings'][name]}, and {places[0]} {first['settings'][name]}")
+    methods = [method for one in summaries for method in one["settings"]["methods"]]
+    ranked = sorted(methods, key=lambda method: ORDER.index(method))
+    attempts, grades = (_entries(places, file, field) for file, field in ((SAMPLES, "attempts"), (GRADES, "grades")))
+    found = Results(list(attempts), ranked, settings["n"], first["scores"], attempts, grades)
+    budgets = list(dict.fromkeys(one["budget"] for one in first["lines"]))
+    return {
+        **first,
+        "settings": settings | {"methods": ranked},
+        "parts": parts,
+        **summarize(found, [math.inf if budget is None else budget for budget in budgets]),
+    }
+
+
+def _entries(places: Sequence[Path], file: str, field: str) -> dict[str, dict[str, Any]]:
+    """Returns the journals' entries by problem, the methods of all runs in one."""
+    entries: dict[str, dict[str, Any]] = {}
+    for place in places:
+        for line in (place / file).read_text("utf-8").splitlines():
+            one = json.loads(line)
+            before = entries.setdefault(one["task_id"], {"error": None, field: {}})
+            before["error"] = before["error"] or one.get("error")
+            before[field] |= one[field]
+    return entries
 
 
 def kept(results: Path = RESULTS) -> dict[str, dict[int, Summary]]:
@@ -83,6 +141,20 @@ def pages(found: Mapping[str, Mapping[int, Summary]]) -> Iterator[str]:
         heads = ["n", "method", *(f"{budget:g} s" if budget else "no budget" for budget in BUDGETS)]
         heads += ["pass@1"] * (name != SUMMARIES) + ["finished by 1 s, %", "all there after, s", "ids of plain"]
         yield text + "\n".join(map(line_of, [heads, ["---"] * len(heads), *lines(runs)])) + "\n"
+    if rest := "; ".join(missing(found)):
+        yield f"Not measured yet: {rest}.\n"
+
+
+def missing(found: Mapping[str, Mapping[int, Summary]]) -> Iterator[str]:
+    """Yields, for each set, the numbers of samples without a table, and the methods without a row at 8 samples."""
+    for name, title in SETS.items():
+        runs = found.get(name, {})
+        if absent := [str(n) for n in NUMBERS if n not in runs]:
+            yield f"{title}, n = {', '.join(absent)}" if runs else f"{title}"
+        wanted = OWN if name == SUMMARIES else ORDER
+        rows = [method for method in wanted if method not in runs[8]["settings"]["methods"]] if 8 in runs else []
+        if rows:
+            yield f"{title}, n = 8: {', '.join(rows)}"
 
 
 def lines(runs: Mapping[int, Summary]) -> Iterator[list[str]]:
@@ -99,7 +171,7 @@ def lines(runs: Mapping[int, Summary]) -> Iterator[list[str]]:
             rest = [percent(second, "finished"), f"{whole['seconds']['mean']:.2f}"]
             if "pass@1" in whole:
                 rest.insert(0, percent(whole, "pass@1"))
-            yield [str(n), method, *shares, *rest, same.get(method, "")]
+            yield [str(n), method, *shares, *rest, same.get(method, "") if method in OWN else ""]
 
 
 def percent(line: Summary, name: str) -> str:
@@ -227,6 +299,8 @@ def main() -> None:
     if asked.pair is not None:
         keep_pair(asked.pair)
     found = kept()
+    COLOURS.update({name: colour for name, (_, colour) in ENGINES.items()})
+    LABELS.update({name: label for name, (label, _) in ENGINES.items()})
     for name, runs in found.items():
         if passes(runs):
             (RESULTS / f"{PREFIX}{name}.png").write_bytes(png(list(runs.values())))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engines.tasks import Answer, Task
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -57,3 +61,51 @@ def kept_drafts(p: Floats, q: Floats, proposed: Ints, sampler: Sampler) -> tuple
         if sampler.random.random() * q[j, token] >= p[j, token]:
             return j, int(sampler.draw(np.maximum(p[j] - q[j], 0)[None])[0])
     return len(proposed), int(sampler.draw(p[-1:])[0])
+
+
+def plain_rows(
+    logits: Floats,
+    decode: Callable[[Ints, Ints], Floats],
+    task: Task,
+    sampler: Sampler,
+    ends: Callable[[list[int]], bool],
+    started: float,
+) -> Answer:
+    """Draws a token of each row until all have ended; rows that have drop out of the batch.
+
+    Args:
+        logits: [rows, vocabulary], behind the prompts.
+        decode: (rows, their last tokens) -> their next logits.
+        ends: whether a row has ended, by its tokens. started: when the call began, by `time.perf_counter`.
+    """
+    written: list[list[int]] = [[] for _ in logits]
+    finished_at, logprobs = np.zeros(len(logits)), np.zeros(len(logits))
+    rows = np.arange(len(logits))
+    while True:
+        p = sampler.probabilities(logits)
+        last = sampler.draw(p)
+        logprobs[rows] += np.log(p[np.arange(len(rows)), last])
+        for row, token in zip(rows.tolist(), last.tolist(), strict=True):
+            written[row].append(token)
+        over = np.array([len(written[row]) == task.new_tokens or ends(written[row]) for row in rows.tolist()])
+        finished_at[rows[over]] = time.perf_counter() - started
+        rows, last = rows[~over], last[~over]
+        if not len(rows):
+            means = logprobs / [len(row) for row in written]
+            return Answer(written, finished_at=finished_at.tolist(), mean_logprobs=means.tolist())
+        logits = decode(rows, last)
+
+
+def row_end(
+    eos: Sequence[int], stops: Sequence[str] = (), text: Callable[[list[int]], str] | None = None
+) -> Callable[[list[int]], bool]:
+    """Returns whether a row has ended: by its last token, or by a stop string in the text of its last tokens."""
+    if text is None:
+        return lambda written: written[-1] in eos
+    tail = 1 + max(len(stop.encode()) for stop in stops)  # a token has a byte at least
+
+    def ended(written: list[int]) -> bool:
+        end = text(written[-tail:])
+        return written[-1] in eos or any(stop in end for stop in stops)
+
+    return ended

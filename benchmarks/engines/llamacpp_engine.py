@@ -8,6 +8,8 @@ sampling, and the caches go back to what the rows keep.
 from __future__ import annotations
 
 import ctypes
+import time
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines import gguf_file
-from engines.draws import Floats, Ints, Sampler, kept_drafts
+from engines.draws import Floats, Ints, Sampler, kept_drafts, plain_rows, row_end
 from engines.tasks import Absent, Answer, Setup, Task, convert
 
 SLACK = 8  # positions beyond the longest row: drafts that are not kept
@@ -117,7 +119,7 @@ class Engine:
         llama_cpp.llama_log_set(_silent, None)
         if setup.isa and b"AVX512 = 1" in llama_cpp.llama_print_system_info():
             raise Absent("this build of llama.cpp computes with AVX-512: build it with -DGGML_NATIVE=OFF -DGGML_AVX512=OFF")
-        self.drafted = setup.drafted
+        self.drafted, self.directory, self.tokenizer = setup.drafted, setup.target, None
         self.target = Model(setup.gguf_file(setup.target), setup)
         self.draft = Model(setup.gguf_file(setup.draft), setup) if setup.draft is not None and setup.drafted else None
         self.version = version("llama-cpp-python")
@@ -127,27 +129,28 @@ class Engine:
         }
 
     def generate(self, task: Task) -> Answer:
-        """One call; rows that have all their tokens drop out of the batch."""
+        """One call; rows that have all their tokens, or an end, drop out of the batch."""
+        started = time.perf_counter()
         sampler = Sampler(task.temperature, task.top_p, np.random.default_rng(task.seed))
         prompts = [list(prompt) for prompt in task.prompts]
         self.target.clear()
         logits = self.target.read(prompts, task.n)
-        written = [[token] for token in sampler.draw(sampler.probabilities(logits)).tolist()]
         if self.draft is None:
-            self._plain(written, task.new_tokens, sampler)
-            return Answer(written)
+            return plain_rows(logits, self.target.decode, task, sampler, self._ends(task), started)
+        written = [[token] for token in sampler.draw(sampler.probabilities(logits)).tolist()]
         self.draft.clear()
         self.draft.read(prompts, task.n)
         drafted, accepted, passes = self._speculative(written, task.new_tokens, sampler, self.draft)
         return Answer([row[: task.new_tokens] for row in written], drafted, accepted, (accepted + passes) / max(1, passes))
 
-    def _plain(self, written: list[list[int]], tokens: int, sampler: Sampler) -> None:
-        rows = np.arange(len(written))
-        last = np.array([row[-1] for row in written])
-        for _ in range(tokens - 1):
-            last = sampler.draw(sampler.probabilities(self.target.decode(rows, last)))
-            for row, token in zip(written, last.tolist(), strict=True):
-                row.append(token)
+    def _ends(self, task: Task) -> Callable[[list[int]], bool]:
+        if not task.stops:
+            return row_end(task.eos)
+        from tokenizers import Tokenizer
+
+        if self.tokenizer is None:
+            self.tokenizer = Tokenizer.from_file(str(Path(self.directory) / "tokenizer.json"))
+        return row_end(task.eos, task.stops, partial(self.tokenizer.decode, skip_special_tokens=False))
 
     def _speculative(self, written: list[list[int]], tokens: int, sampler: Sampler, draft: Model) -> tuple[int, int, int]:
         """(drafted, accepted, target passes of rows). Invariant: all but the last token of a row is in the target's cache."""

@@ -31,6 +31,7 @@ class OpenVinoSampling:
     Attributes:
         drafted: the tokens of the draft model per round, 0 = plain.
         eos: the ids that end a row.
+        stops: the strings that end a row; they stay in its text.
     """
 
     new_tokens: int
@@ -39,6 +40,7 @@ class OpenVinoSampling:
     top_p: float = 1.0
     drafted: int = 0
     eos: tuple[int, ...] = ()
+    stops: tuple[str, ...] = ()
 
 
 class OpenVinoEngine:
@@ -74,7 +76,11 @@ class OpenVinoEngine:
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(export, scheduler, "CPU", given)
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: OpenVinoSampling) -> list[list[int]]:
-        """Generates the ids of n rows of each prompt, prompt by prompt.
+        """Generates the ids of n rows of each prompt, prompt by prompt."""
+        return [ids for ids, _ in self.scored(prompts, n, sampling)]
+
+    def scored(self, prompts: Sequence[Sequence[int]], n: int, sampling: OpenVinoSampling) -> list[tuple[list[int], float]]:
+        """Generates n rows of each prompt, prompt by prompt: their ids, and the sum of their log-probabilities.
 
         With a draft model, and greedily, every row is a prompt of its own: the pipeline refuses
         several sequences of one prompt there.
@@ -87,12 +93,18 @@ class OpenVinoEngine:
         inputs = [openvino.Tensor(np.array([row], dtype=np.int64)) for row in rows]
         configs = [self._config(sampling, sequences, 1000 * sampling.seed + i) for i in range(len(rows))]
         results = self.pipeline.generate(inputs, configs)
-        return [list(ids) for result in results for ids in result.m_generation_ids]
+        return [
+            (list(ids), float(score))
+            for result in results
+            for ids, score in zip(result.m_generation_ids, result.m_scores, strict=True)
+        ]
 
     def _config(self, sampling: OpenVinoSampling, sequences: int, seed: int) -> Any:
         config = self.genai.GenerationConfig()
         config.max_new_tokens, config.apply_chat_template = sampling.new_tokens, False
         config.ignore_eos, config.stop_token_ids = not sampling.eos, set(sampling.eos)
+        if sampling.stops:
+            config.stop_strings, config.include_stop_str_in_output = set(sampling.stops), True
         config.num_return_sequences = sequences
         if sampling.temperature:
             config.do_sample, config.temperature, config.rng_seed = True, sampling.temperature, seed
@@ -142,5 +154,7 @@ class Engine:
 
     def generate(self, task: Task) -> Answer:
         """One call."""
-        sampling = OpenVinoSampling(task.new_tokens, task.temperature, task.seed, task.top_p, self.drafted)
-        return Answer(self.engine.generate(task.prompts, task.n, sampling))
+        ends = tuple(task.eos), tuple(task.stops)
+        sampling = OpenVinoSampling(task.new_tokens, task.temperature, task.seed, task.top_p, self.drafted, *ends)
+        rows = self.engine.scored(task.prompts, task.n, sampling)
+        return Answer([ids for ids, _ in rows], mean_logprobs=[score / max(1, len(ids)) for ids, score in rows])

@@ -53,7 +53,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Task:
-    """n rows of each prompt, each of `new_tokens` tokens; no token ends a row. temperature: 0 is greedy."""
+    """n rows of each prompt, each of `new_tokens` tokens if nothing ends it before. temperature: 0 is greedy.
+
+    Attributes:
+        eos: the tokens that end a row.
+        stops: the strings that end a row; all rows go on beyond them in engines that measure speed alone.
+    """
 
     prompts: Sequence[Sequence[int]]
     n: int
@@ -61,6 +66,8 @@ class Task:
     temperature: float
     top_p: float
     seed: int
+    eos: Sequence[int] = ()
+    stops: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,8 @@ class Answer:
     """New ids of every row, prompt by prompt.
 
     Attributes:
+        finished_at: seconds from the call to the end of each row; None where all rows are handed over at once.
+        mean_logprobs: of each row, under the distribution that is sampled; None where the engine does not say.
         drafted, accepted: tokens, where the engine says. acceptance_length: tokens per row and target pass.
     """
 
@@ -75,6 +84,8 @@ class Answer:
     drafted: int | None = None
     accepted: int | None = None
     acceptance_length: float | None = None
+    finished_at: Sequence[float] | None = None
+    mean_logprobs: Sequence[float] | None = None
 
 
 def convert(out: Path, write: Callable[[Path], object]) -> None:

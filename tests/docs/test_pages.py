@@ -188,7 +188,7 @@ COMMAND = re.compile(r"\b((?:benchmarks|training)/[\w/]+\.(?:py|sh))|shoal \w+|m
 COMMIT, DATE = re.compile(r"`[0-9a-f]{7,40}`"), re.compile(r"\b20\d\d-\d\d-\d\d\b")
 
 
-CLEAN = "benchmarks/results/quality-smollm2-humaneval-8.json"
+CLEAN = "benchmarks/results/quality-line-break-humaneval-8.json"
 CHANGED = "benchmarks/results/quality-seeded-0.2.json"
 
 

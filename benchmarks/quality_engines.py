@@ -95,11 +95,15 @@ class EngineSampler:
         written = ids if place is None else ids[: place + 1]
         text = self.tokenizer.decode(ids[:place], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         cut = min((found for stop in task.stops if (found := text.find(stop)) >= 0), default=None)
-        reason = "stop" if cut is not None else "length" if place is None else "eos"
+        early = (
+            place is None and len(ids) < self.asked.max_new_tokens
+        )  # OpenVINO leaves out a stop string's last token at times
+        stopped = cut is not None or early
+        reason = "stop" if stopped else "length" if place is None else "eos"
         logprob, times = answer["mean_logprobs"][row], answer["finished_at"]
         return {
             "text": text[:cut],
-            "completion": task.complete(text[:cut], cut is not None),
+            "completion": task.complete(text[:cut], stopped),
             "token_ids": list(written),
             "mean_logprob": logprob if logprob is not None and math.isfinite(logprob) else None,
             "finish_reason": reason,

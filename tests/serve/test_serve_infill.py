@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -275,6 +276,27 @@ def test_a_file_of_windows_gets_its_own_ends_of_lines() -> None:
         for stream in (False, True):
             assert texts["lf", stream] == plain
             assert texts["crlf", stream] == plain.replace("\n", "\r\n")
+
+
+def test_completions_with_a_suffix_have_the_ends_of_lines_of_each_file() -> None:
+    """The model reads line feeds, and offsets point into the returned text; a grammar's text stays its own."""
+    said = "    b\r\n\n  c\rzz"
+    body = {"prompt": ["a\n", "a\r\n"], "suffix": "", "max_tokens": 40, "stop": ["c\r\nz", "zz"], "logprobs": 0, "n": 2}
+    body |= {"align": False, "return_token_ids": True, "shoal": {"details": True}}
+    plain, crlf = "    b\n\n  c", "    b\r\n\r\n  c"
+    with served(pair(speaks(said, begin="Z")), max_tokens=64) as server:
+        whole = server.post(**body).json()["choices"]
+        parts = server.post(**body, stream=True).text.split("\n\n")[:-2]
+        streamed = [json.loads(part.removeprefix("data: "))["choices"][0] for part in parts]
+        fenced = server.post(**body | {"guided_regex": "    b\\n\\n  c", "stop": None}).json()["choices"]
+    for choice, text in zip(whole, [plain, plain, crlf, crlf], strict=True):
+        own = [one for one in streamed if one["index"] == choice["index"]]
+        assert choice["text"] == "".join(one["text"] for one in own) == text
+        offsets = choice["logprobs"]["text_offset"]
+        assert offsets == [place for one in own for place in one["logprobs"]["text_offset"]]
+        assert [text[a:b] for a, b in pairwise([*offsets, len(text)])] == [one["text"] for one in choice["shoal"]["tokens"]]
+    assert len({str(choice["prompt_token_ids"]) for choice in whole}) == 1
+    assert [choice["text"] for choice in fenced] == [plain] * 4
 
 
 @pytest.mark.parametrize("name", ["stop", "input_extra", "prompt"])

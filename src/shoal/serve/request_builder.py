@@ -44,6 +44,7 @@ class ParsedRequest:
         reasoning: the rules for the samples' reasoning; None = they do not reason.
         continuous_usage: True if each chunk has the usage so far, if there is usage at all.
         named_by_id: True if log-probabilities name tokens by their ids.
+        line_ends: the end of a line in the file of each prompt; empty = texts stay as written.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -65,6 +66,7 @@ class ParsedRequest:
     reasoning: ReasoningRules | None = None
     continuous_usage: bool = False
     named_by_id: bool = False
+    line_ends: Sequence[str] = ()
 
     @property
     def rows(self) -> int:

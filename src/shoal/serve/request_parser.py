@@ -18,6 +18,7 @@ from shoal.serve.request_fields import LIMITLESS
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest, SampledRequest
 from shoal.serve.tool_calls import CallRules
 from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools, told, told_by_user
+from shoal.types.arguments import line_end, with_line_feeds
 from shoal.types.requests import Request
 
 CONTINUED = "continue_final_message"
@@ -49,7 +50,10 @@ class RequestParser:
             assert isinstance(request, CompletionRequest)
             if request.suffix == "" and not self._encoder.fills_in:
                 request = request.model_copy(update={"suffix": None})
+            request, line_ends = _as_read(request)
             parsed, given = self._completion(request)
+            if not any(one.sampling.grammar for one in parsed.requests):  # whose text is its own
+                parsed = replace(parsed, line_ends=line_ends)
             pairs = zip(parsed.requests, given, strict=False)
             requests = [
                 self._encoder.dressed(one, request, prompt, request.suffix) for one, prompt in pairs
@@ -283,6 +287,23 @@ def _require_compatible(request: CompletionRequest, n: int, drawn: int) -> None:
         )
     if request.echo and request.suffix is not None:
         raise ApiError(400, "echo does not go with suffix", param="echo")
+
+
+def _as_read(request: CompletionRequest) -> tuple[CompletionRequest, Sequence[str]]:
+    """Returns the request as the model reads it, and the ends of lines in the file of each prompt.
+
+    With a suffix, prompts are parts of files, whose lines models know with line feeds.
+    """
+    suffix, prompts = request.suffix, _as_list(request.prompt)
+    if suffix is None or not all(isinstance(prompt, str) for prompt in prompts):
+        return request, ()
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop
+    read = {
+        "prompt": [with_line_feeds(prompt) for prompt in prompts],
+        "suffix": with_line_feeds(suffix),
+        "stop": stops and [with_line_feeds(stop) for stop in stops],
+    }
+    return request.model_copy(update=read), [line_end(prompt, suffix) for prompt in prompts]
 
 
 def _turn(request: ChatRequest) -> dict[str, bool]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import anyio
 
 from shoal.errors import ShoalError
 from shoal.serve.prometheus_metrics import Timeline
+from shoal.types.arguments import with_line_ends
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit
 from shoal.types.samples import Sample, TopLogprobs
@@ -83,6 +84,11 @@ class RowUpdate:
     sample: Sample | None
     error: ShoalError | None = None
     by_round: tuple[RoundUpdate, ...] = ()
+
+    def with_line_ends(self, end: str) -> RowUpdate:
+        """Returns the update with texts whose lines end so."""
+        tokens = tuple(one._replace(text=with_line_ends(one.text, end)) for one in self.tokens)
+        return replace(self, text=with_line_ends(self.text, end), tokens=tokens)
 
     @property
     def size(self) -> int:

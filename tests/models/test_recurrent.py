@@ -46,11 +46,12 @@ from shoal.models.runner import Runner
 from shoal.models.tensor_parallel import lead
 from shoal.models.vocabulary import compared
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.testing import RECURRENT, VOCABULARY, fill, large_tokenizer, save_pair, tiny_model, tiny_tokenizer
+from shoal.testing import RECURRENT, VOCABULARY, fill, save_pair, tiny_model, tiny_tokenizer
 from shoal.testing.architectures import NAMES
 from shoal.testing.scripted import adversary, mixed, says, scripted
 from shoal.types.requests import Request
 from shoal.types.trees import DraftTree
+from tokenizers_of_models import large_tokenizer
 
 pytestmark = pytest.mark.skipif(not RECURRENT_HERE, reason="an older Transformers keeps states in caches of many kinds")
 

@@ -806,6 +806,40 @@ def test_other_looks_are_refused_by_their_pattern(pattern: str) -> None:
         row_of(of({"type": "string", "pattern": pattern}))
 
 
+NAMES = [
+    ({"enum": ["a", "bc"]}, True), ({"enum": ["bc", "x"]}, {"type": "boolean"}), ({"const": "a"}, False), ({"maxLength": 1}, True),
+    ({"minLength": 2}, False), ({"pattern": "^b"}, True), ({"pattern": "c$"}, False), ({"pattern": "^(?:x|y)+$"}, {"type": "null"}),
+    ({"format": "date"}, True), ({"format": "date"}, False), ({"pattern": "^[a-y]{1,2}$"}, True), ({"enum": []}, {}),
+    ({"$ref": "#/$defs/n"}, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "others"), NAMES)
+def test_names_beside_listed_properties(names: dict[str, Any], others: Any) -> None:
+    """A listed name that `propertyNames` refuses is none, and other names are as they say."""
+    listed = {"a": {"type": "integer"}, "bc": {"type": "null"}, "2024-02-29": {}}
+    schema = {"type": "object", "properties": listed, "propertyNames": names, "additionalProperties": others}
+    schema["$defs"] = {"n": {"enum": ["a", "b"]}}
+    values = [{name: value} for name in ("a", "bc", "b", "x", "xy", "2024-02-29", "2024-02-28") for value in (1, None, True)]
+    checker = jsonschema.FormatChecker(["date"])
+    valid = jsonschema.validators.validator_for(schema)(schema, format_checker=checker).is_valid
+    fitting = [value for value in [{}, *values] if fits(of(schema), json.dumps(value))]
+    assert fitting == [value for value in [{}, *values] if valid(value)]
+    assert len(fitting) < len(values)
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    ({"properties": {"a": {}}, "propertyNames": {"pattern": "a"}, "additionalProperties": {"type": "null"}}, "propertyNames"),
+    ({"properties": {"a": {}}, "propertyNames": {"pattern": r"\w"}}, "propertyNames"),
+    ({"properties": {"a\u2028": {}}, "propertyNames": {"pattern": "a.$"}}, "propertyNames"),
+    ({"patternProperties": {"a": {}}, "propertyNames": {"enum": ["a"]}}, "propertyNames"),
+    ({"properties": {"a": {}}, "required": ["a"], "propertyNames": {"enum": ["b"]}}, "required"),
+])  # fmt: skip
+def test_other_names_beside_listed_properties_are_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        row_of(of({"type": "object", **more}))
+
+
 @pytest.mark.parametrize(("names", "taken"), [
     ({"minLength": 2}, ["ab", "abcd"]), ({"maxLength": 2}, ["", "a", "ab"]), ({"minLength": 1, "maxLength": 2}, ["a", "ab"]),
 ])  # fmt: skip

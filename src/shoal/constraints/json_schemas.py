@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from shoal.constraints.schema_checks import (
@@ -99,6 +100,9 @@ LOST = (
 standard has it: those of OpenAPI, of pydantic, of nobody."""
 NAMED = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$", re.ASCII)
 """The patterns of one key, or of several."""
+_CLASS, _REPEATED = r"\[\^?[\w .:-]+\]", r"(?:[*+?]|\{[0-9]*,?[0-9]*\})?"
+SIMPLE = re.compile(rf"\^?(?:(?:[\w .:/@-]|{_CLASS}|\((?:\?:)?|\)|[|]){_REPEATED})*\$?", re.ASCII)
+"""The patterns that mean the same to Python as to JSON Schema."""
 DIALECTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
 """The versions of JSON Schema whose alternatives are looked at. The first has `id` for `$id`."""
 _VALUES = ("const", "enum", "default", "examples")
@@ -234,20 +238,32 @@ class _DocumentReader:
         said = {k: v for k, v in names.items() if k not in REMARKS and (k, v) != ("type", "string")}
         if not said:
             return rest
-        if {"properties", "patternProperties"} & schema.keys():
-            return schema
         names = said["enum"] if [*said] == ["enum"] else [*said.values()]
+        pattern = _pattern_of_names(said)
         if [*said] in (["enum"], ["const"]) and all(isinstance(one, str) for one in names):
             keys = {"properties": dict.fromkeys(names, values)}
-        elif said.keys() <= {"minLength", "maxLength"}:
-            least, most = said.get("minLength", 0), said.get("maxLength", "")
-            keys = {"patternProperties": {f"^.{{{least},{most}}}$": values}}
-        elif [*said] == ["pattern"]:
-            keys = {"patternProperties": {said["pattern"]: values}}
-        elif [*said] == ["format"] and said["format"] in NAMES_BY_FORMAT:
-            keys = {"patternProperties": {NAMES_BY_FORMAT[said["format"]]: values}}
+        elif pattern is not None:
+            keys = {} if values is False else {"patternProperties": {pattern: values}}
         else:
             return rest if is_remark(said) and [*said] == ["format"] else schema
+        if "patternProperties" in schema:
+            return schema
+        listed = schema.get("properties", {})
+        if not isinstance(listed, dict) or (
+            listed and pattern and not _read_alike(pattern, listed)
+        ):
+            return schema
+        own = {
+            name: one if (re.search(pattern, name) if pattern else name in names) else False
+            for name, one in listed.items()
+        }
+        if (
+            pattern
+            and values not in (True, False)
+            and any(one is not False for one in own.values())
+        ):
+            return schema  # llguidance would have `values` hold for listed names as well
+        keys["properties"] = keys.get("properties", {}) | own
         return rest | keys | {"additionalProperties": False}
 
     def _items(self, schema: dict[str, Any]) -> Any:
@@ -272,6 +288,22 @@ class _DocumentReader:
         if several is None:
             return made
         return {k: v for k, v in made.items() if k != "oneOf"} | {"anyOf": several}
+
+
+def _pattern_of_names(said: dict[str, Any]) -> str | None:
+    """Returns the one pattern that says as much of a name as a schema does; None if none does."""
+    if said.keys() <= {"minLength", "maxLength"}:
+        return f"^.{{{said.get('minLength', 0)},{said.get('maxLength', '')}}}$"
+    if [*said] == ["pattern"] and isinstance(said["pattern"], str):
+        return said["pattern"]
+    if [*said] == ["format"]:
+        return NAMES_BY_FORMAT.get(said["format"]) if isinstance(said["format"], str) else None
+    return None
+
+
+def _read_alike(pattern: str, names: Iterable[str]) -> bool:
+    """Returns True if Python's `re` provably finds a pattern in names where JSON Schema does."""
+    return bool(SIMPLE.fullmatch(pattern)) and all(name.isprintable() for name in names)
 
 
 def _without_listed_patterns(schema: dict[str, Any]) -> dict[str, Any]:

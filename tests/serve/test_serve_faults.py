@@ -62,6 +62,24 @@ def test_a_client_that_goes_takes_its_rows_along(stream: bool) -> None:
         assert server.worker.thread.engine.stats.committed < 3 * 900
 
 
+@pytest.mark.parametrize("exact", [None, "weights", "smc", "asap", "asap+smc", "distinct"])
+def test_rows_that_are_drawn_together_end_at_the_next_round(exact: str | None) -> None:
+    """Twelve for eight slots: those that run, that wait, and that are held for the ones before them."""
+    gate = Gate(legible(0), length=14)
+    body = {"prompt": "hello", "n": 12, "max_tokens": 90, "guided_regex": "([!-~]{2}|[!-~]{40})*", "temperature": 1.0}
+    with served(pair(gate), queue=16) as server:
+        stats = server.worker.thread.engine.stats
+        with server.connect() as connection:
+            connection.sendall(asking(**body, **({"exact": exact} if exact else {})))
+            assert gate.reached.wait(TIMEOUT_SECONDS)
+            before = stats.rounds
+        eventually(lambda: server.worker.rows == 0)
+        gate.opened.set()
+        eventually(lambda: server.worker.thread.engine.scheduler.idle)
+        assert 0 < before <= stats.rounds <= before + 1
+        assert_all_given_back(server)
+
+
 def test_a_client_that_goes_leaves_the_rest_of_its_prompt_uncomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is computed in pieces of 512 tokens, of which the second is held here until the client has gone."""
     reached, opened, compute = threading.Event(), threading.Event(), running_rows.prefill

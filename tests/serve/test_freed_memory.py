@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving import TIMEOUT_SECONDS, pair, served
+from serving import TIMEOUT_SECONDS, eventually, pair, served
 from shoal.serve import app, routes
 from shoal.serve.submissions import Submission
 from shoal.types.requests import Row
@@ -43,22 +43,46 @@ def test_freed_pieces_between_used_ones_go_back() -> None:
 
 
 def test_it_is_done_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = [2, 1]
+    left, caches = [2, 1], list[int]()
     monkeypatch.setattr(routes, "trimmer", lambda: left.pop)
     with pytest.raises(IndexError):  # by the third call
-        asyncio.run(routes.give_back_freed_memory(0))
+        asyncio.run(routes.give_back_freed_memory(lambda: caches.append(1), 0))
     assert not left
-
-
-def test_nothing_is_done_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(caches) == 3
     monkeypatch.setattr(routes, "trimmer", lambda: None)
-    asyncio.run(asyncio.wait_for(routes.give_back_freed_memory(0), 10))
+    with pytest.raises(IndexError):
+        asyncio.run(routes.give_back_freed_memory(lambda: caches.pop() and None, 0))
+
+
+def test_caches_go_back_once_no_row_is_left() -> None:
+    """Those of many clients that left, of whom one had a long prompt: slots times its length were held."""
+    with served(pair(max_batch=32), max_n=32) as server:
+        engine = server.worker.thread.engine
+
+        def give_back() -> None:
+            server.worker.give_back()
+            asyncio.run_coroutine_threadsafe(server.worker.thread.call(lambda: None), server.worker.thread._loop).result()
+
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={"prompt": "a", "n": 32, "stream": True, "max_tokens": 99}
+        ) as many:
+            assert many.status_code == 200
+            give_back()
+            wide = engine.memory.used
+            assert wide == server.metric("shoal_kv_bytes") > 0
+        eventually(lambda: engine.scheduler.idle)
+        assert engine.memory.used == wide
+        text = server.post(prompt="b" * 1500, max_tokens=8, seed=1, temperature=1).json()["choices"][0]["text"]
+        assert 0 < engine.memory.used < 2 * 1.25 * wide  # 32 slots of this length are ten times as much
+        give_back()
+        assert engine.memory.used == 0
+        assert server.post(prompt="b" * 1500, max_tokens=8, seed=1, temperature=1).json()["choices"][0]["text"] == text
 
 
 def test_a_server_does_it_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
-    async def noted() -> None:
+    async def noted(_: Any) -> None:
         events.append("began")
         try:
             await asyncio.Event().wait()

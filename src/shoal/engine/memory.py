@@ -31,6 +31,8 @@ Draft lengths that follow measured costs are short then.
 """
 BYTES_PER_SCORE = 16
 """The bytes of a logit, its probability and the values computed between them."""
+MOST_UNUSED = 2
+"""The most bytes of a cache that grows, in those that its rows need."""
 CacheSize = tuple[int, int, int]
 """The slots, the tokens per slot, and the token slots of the prefix store."""
 
@@ -224,11 +226,15 @@ class Memory:
             model.reserve(*size)
         return True
 
-    def allocate(self, round_: ScheduledRound) -> None:
+    def allocate(self, round_: ScheduledRound, *, idle: bool = False) -> None:
         """Sizes the caches for the rows that a round has in its slots.
 
         The caches keep the size they had, unless that would be too much. If there is enough memory,
         they get room to spare: a cache that grows by one row is copied as a whole.
+
+        Args:
+            round_: the round.
+            idle: True to give all room back that the round does not need.
 
         Raises:
             OutOfMemory.
@@ -237,6 +243,10 @@ class Memory:
             self._size(model, round_.in_slots, round_.slots, round_.prefixes)
             for model in self.models
         ]
+        if idle:
+            for model, size in zip(self.models, sizes, strict=True):
+                model.trim(*size)
+            return
         roomy = [(grown(slots), grown(capacity), grown(cells)) for slots, capacity, cells in sizes]
         most, beside = self._limit(round_.slots)
         beside += self.kept_bytes(round_.in_slots)
@@ -246,6 +256,10 @@ class Memory:
             for model, size in zip(self.models, sizes, strict=True):
                 model.trim(*size)
         for model, size in zip(self.models, sizes, strict=True):
+            larger, (slots, _, cells) = model.grown_bytes(*size), size
+            if larger > max(model.allocated_bytes, MOST_UNUSED * model.cache_bytes(*size)):
+                # Many slots of earlier rows times one long row. The prompts of free slots stay.
+                model.trim(slots, self._context + self._spare, cells)
             model.reserve(*size)
 
     def _grown_bytes(self, sizes: Sequence[CacheSize]) -> int:

@@ -107,19 +107,12 @@ class ApiFormat(ABC):
 
     def chunk(self, update: RowUpdate) -> Json:
         """Returns the choice of a streamed chunk."""
-        update = self._in_file(update)
         return self._choice(update, self._chunk_fields(update.text, update.sample is not None))
 
     def whole(self, update: RowUpdate, echo: str = "", prompt: Sequence[TokenUpdate] = ()) -> Json:
         """Returns the whole choice, from the update of its end."""
         self._places.echo(echo, len(prompt))
-        update = self._in_file(update)
         return self._choice(update, self._text_fields(echo + update.text), prompt)
-
-    def _in_file(self, update: RowUpdate) -> RowUpdate:
-        """Returns the update with the ends of lines of the file that its text belongs to."""
-        ends = self._parsed.line_ends
-        return update.with_line_ends(ends[update.index // self._parsed.drawn]) if ends else update
 
     def _choice(self, update: RowUpdate, fields: Json, prompt: Sequence[TokenUpdate] = ()) -> Json:
         self._note_starts(update.tokens)

@@ -214,7 +214,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         worker.thread.start(asyncio.get_running_loop())
-        giving_back = asyncio.create_task(give_back_freed_memory())
+        giving_back = asyncio.create_task(give_back_freed_memory(worker.give_back))
         try:
             yield
         finally:

@@ -174,8 +174,9 @@ class ApiResponse:
 
         If nothing is to be generated, it yields updates of rows without tokens.
         """
+        ends, drawn = self.parsed.line_ends, self.parsed.drawn
         async for update in submission.updates_or_silence(silence):
-            yield update
+            yield update.with_line_ends(ends[update.index // drawn]) if update and ends else update
         if not self.parsed.requests:
             for index in range(self.parsed.rows):
                 yield RowUpdate(

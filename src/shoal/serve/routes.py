@@ -114,15 +114,21 @@ def trimmer() -> Callable[[], None] | None:
     return call
 
 
-async def give_back_freed_memory(interval: float = INTERVAL_SECONDS) -> None:
-    """Gives freed memory back every `interval` seconds until it is cancelled.
+async def give_back_freed_memory(
+    give_back: Callable[[], None], interval: float = INTERVAL_SECONDS
+) -> None:
+    """Gives memory back every `interval` seconds until it is cancelled.
 
-    Returns at once if the C library cannot give memory back.
+    Args:
+        give_back: begins to free the caches that no row uses.
+        interval: the seconds.
     """
     trim = trimmer()
-    while trim is not None:
+    while True:
         await asyncio.sleep(interval)
-        await asyncio.to_thread(trim)
+        give_back()
+        if trim is not None:
+            await asyncio.to_thread(trim)
 
 
 def model_routes(handler: ApiHandler) -> APIRouter:

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
+import torch
+
 from shoal.constraints.grammar import GrammarConstraint
 from shoal.engine.engine import Engine
 from shoal.serve.api_errors import ApiError, naming
@@ -62,6 +64,20 @@ class Worker:
     def cut(self) -> None:
         """Ends all rows after the current round; their samples are returned as "cancelled"."""
         self.thread.post(lambda: self._deliver(self.thread.engine.cancel(list(self._rows))))
+
+    def give_back(self) -> None:
+        """Gives the memory of the caches back between two rounds, if there is no row then.
+
+        Room that captured rounds know stays.
+        """
+
+        @torch.inference_mode()
+        def job() -> None:
+            engine = self.thread.engine
+            if engine.scheduler.idle and engine.target.captures is None:
+                engine.memory.allocate(engine.scheduler.release_free_slots(), idle=True)
+
+        self.thread.post(job)
 
     @asynccontextmanager
     async def serving(self, submission: Submission) -> AsyncIterator[None]:

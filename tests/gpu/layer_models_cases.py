@@ -17,22 +17,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from layer_shapes import DEVICE, INTERPRETED, Case
+from layer_shapes import DEVICE, INTERPRETED, MANY_PROCESSORS, Case, processors
 from shoal.models import loading
 from shoal.models.attention import fused_kernels as attention_kernels
 from shoal.models.executor import MODULES, TRITON_LAYERS
 from shoal.models.layers import (
     MOST_TOKENS,
+    SHARE,
     TOKENS,
     WeightOnly8Bit,
-    WeightOnlyMatrix,
     layer_kernels,
-    matrix_of_8_bit,
     product,
     silu_mul,
 )
 from shoal.models.layers import triton_decoder as layer_decoder
-from shoal.models.layers.triton_decoder import PlanState, fused_layers_of
+from shoal.models.layers.triton_decoder import PlanState, WeightOnlyMatrix, fused_layers_of, matrix_of_8_bit
 from shoal.models.passes import use_fused_layers
 from shoal.models.prompt_passes import feed_prompts
 from shoal.models.quantize import _weight_only
@@ -76,7 +75,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         for module in (layer_kernels, attention_kernels):
-            for name in ("add_norm", "heads", "silu_mul", "eight_bit_product", "attend", "combine"):
+            for name in ("add_norm", "heads", "silu_mul", "eight_bit_product", "join", "attend", "combine"):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, _Noted(name, self.names))
 
@@ -123,12 +122,17 @@ TOKEN = pass_of([1, 1])
 
 
 def launches_per_layer(
-    dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch, feed: Feed = TOKEN, quantised: bool = False
+    dtype: torch.dtype,
+    fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    feed: Feed = TOKEN,
+    quantised: bool = False,
+    **shape: int,
 ) -> Counter[str]:
     """Of a pass with the attention kernel: those of a model of three layers without those of one of two."""
     found = []
     for layers in (2, 3):
-        hf = tiny_model("llama", layers=layers).to(DEVICE, dtype)
+        hf = tiny_model("llama", layers=layers, **shape).to(DEVICE, dtype)
         made = loading.wrap(_weight_only(hf, torch.int8) if quantised else hf, "tiny", "fused", checked=False)
         if fused:
             made.bridge.layers = fused_layers_of(made.hf)
@@ -153,6 +157,12 @@ def test_a_layer_of_bytes_is_nine_launches(monkeypatch: pytest.MonkeyPatch) -> N
     found = launches_per_layer(torch.bfloat16, True, monkeypatch, quantised=True)
     assert found.total() <= 9
     assert found["eight_bit_product"]
+    with processors(MANY_PROCESSORS):  # the inputs of `down` have several programs, whose sums the next norm joins
+        found = launches_per_layer(torch.bfloat16, True, monkeypatch, quantised=True, intermediate_size=2 * SHARE)
+        assert found.total() <= 9
+        assert not found["join"]
+        by_modules = launches_per_layer(torch.bfloat16, False, monkeypatch, quantised=True, intermediate_size=2 * SHARE)
+        assert by_modules["join"] == 1
 
 
 @pytest.mark.parametrize(("counts", "most"), [([8, 8], 9), ([8, 3], 11)], ids=["alike", "packed"])
@@ -369,6 +379,19 @@ def test_replaced_bytes_are_for_the_modules() -> None:
     assert not made.bridge.layers.stale
     layer.scales.data = layer.scales.detach().clone()
     assert made.bridge.layers.stale
+
+
+def test_fused_layers_join_the_sums_of_shares_as_modules_do() -> None:
+    """Inputs of `down` that have several programs: the same logits, bit for bit, as with one program for all of them."""
+    found = []
+    for count in (1, MANY_PROCESSORS):
+        _, made = quantised("qwen2", intermediate_size=2 * SHARE)
+        made.bridge.layers = fused_layers_of(made.hf)
+        assert made.bridge.layers is not None
+        with processors(count), torch.inference_mode():
+            made.memory.reserve(2, 20)
+            found.append(made.feed([0, 1], torch.arange(6, device=DEVICE).view(2, 3), [3, 3]))
+    assert torch.equal(*(torch.as_tensor(logits) for logits in found))
 
 
 def test_some_layers_of_bytes_keep_their_modules() -> None:

@@ -17,9 +17,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from layer_shapes import DEVICE, INTERPRETED, Case, normed
+from layer_shapes import DEVICE, INTERPRETED, MANY_PROCESSORS, Case, normed, processors
 from mutants import mutant, wrong_ones
-from shoal.models.layers import COLUMNS, TOKENS, WeightOnly8Bit, add_norm, begin, heads, layer_kernels, silu_mul
+from shoal.models import layers
+from shoal.models.layers import (
+    COLUMNS,
+    FEW,
+    MOST_TOKENS,
+    SHARE,
+    TOKENS,
+    Sums,
+    WeightOnly8Bit,
+    add_norm,
+    begin,
+    heads,
+    layer_kernels,
+    product,
+    product_or_sums,
+    silu_mul,
+)
 
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)
@@ -128,6 +144,30 @@ def _eight_bit_product(case: Case, form: torch.dtype = torch.int8) -> float:
     return error(found, exact if layer.bias is None else exact + layer.bias.detach().double())
 
 
+def of_sums(case: Case) -> float:
+    """Products whose inputs have several programs, joined by a kernel of their own or with the residual sum of the next norm."""
+    outputs = 40
+    case = replace(case, width=2 * SHARE + case.width)
+    wide, x = case.random(outputs, case.width, salt=2), case.random(case.tokens, case.width, salt=1)
+    layer = nn.Linear(case.width, outputs, bias=case.normed, device=DEVICE, dtype=case.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(wide)
+        made = WeightOnly8Bit(layer)
+        exact = x.double() @ (made.weight.double() * made.scales.double()[:, None]).t()
+        exact += 0 if layer.bias is None else layer.bias.double()
+        arguments = x, made.weight, made.scales, layer.bias
+        with processors(MANY_PROCESSORS):
+            sums = product_or_sums(*arguments)
+            assert isinstance(sums, Sums)
+            assert len(sums.parts) > 1
+            worst = error(product(*arguments), exact)
+        rest, norm = case.random(case.tokens, outputs, salt=3), case.norm(outputs, 4)
+        kept = rest.clone()
+        found = add_norm(kept, sums, norm)
+        total = rest.double() + exact
+        return max(worst, error(kept, total), error(found, normed(total, norm)))
+
+
 # ── the kernels are the definitions ─────────────────────────────────────────────────────────────────────────────────
 
 OPERATIONS: dict[str, Callable[[Case], float]] = {
@@ -136,6 +176,7 @@ OPERATIONS: dict[str, Callable[[Case], float]] = {
     "heads": of_heads,
     "silu_mul": of_silu_mul,
     "eight_bit_product": of_eight_bit_product,
+    "sums by share": of_sums,
 }
 
 
@@ -162,7 +203,7 @@ def test_a_kernel_is_the_definition(name: str, dtype: torch.dtype) -> None:
 
 # ── negative controls: kernels with one thing wrong, none of which leaves its tensors ───────────────────────────────
 
-MUTANTS = {name: wrong_ones(f"Triton: {name}") for name in ("begin", "add_norm", "heads", "silu_mul", "eight_bit_product")}
+MUTANTS = {name: wrong_ones(f"Triton: {name}") for name in OPERATIONS}
 WEAK = Case(tokens=4, width=COLUMNS + 40, dim=24, rotary=16, normed=True)
 """Sees all of them."""
 
@@ -172,7 +213,8 @@ WEAK = Case(tokens=4, width=COLUMNS + 40, dim=24, rotary=16, normed=True)
 def test_a_wrong_kernel_is_caught(kernel: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, wrong = MUTANTS[kernel][name]
     wrong_kernels = mutant(layer_kernels, right, wrong, tmp_path)
-    monkeypatch.setattr(layer_kernels, kernel, getattr(wrong_kernels, kernel))
+    for other in ("eight_bit_product", "join", "add_norm") if kernel == "sums by share" else (kernel,):
+        monkeypatch.setattr(layer_kernels, other, getattr(wrong_kernels, other))
     assert OPERATIONS[kernel](WEAK) > 30
 
 
@@ -180,3 +222,37 @@ def test_a_wrong_kernel_is_caught(kernel: str, name: str, tmp_path: Path, monkey
 def test_the_same_case_with_the_right_kernel(kernel: str) -> None:
     for dtype in DTYPES:
         assert OPERATIONS[kernel](replace(WEAK, dtype=dtype)) <= 1
+
+
+# ── a token's product is the same in all batches ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(3 * SHARE + 24, 40), (2 * SHARE, 96), (SHARE, 40)])
+def test_a_product_does_not_depend_on_the_number_of_tokens(inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    """Bit for bit: with programs for shares of the inputs or one for all, by a kernel of their own or within the next norm.
+
+    The numbers of a step are integers of one scale, so that its sum is exact. Those of the first step are large, and a late one
+    takes them away again: the order in which steps are added decides which bits of the others are left."""
+    case, size = Case(tokens=MOST_TOKENS, dtype=dtype), layers.NARROW.inputs
+    x = case.random(MOST_TOKENS, inputs, scale=16.0).round() / 1024
+    late = slice((inputs // size - 1) * size, inputs // size * size)
+    x[:, :size] *= 1 << 18
+    x[:, late] = -x[:, :size]
+    layer = nn.Linear(inputs, outputs, device=DEVICE, dtype=dtype)
+    with torch.no_grad():
+        layer.weight[:, late] = layer.weight[:, :size]
+    made, norm = WeightOnly8Bit(layer), case.norm(outputs, 1)
+    rest = case.random(MOST_TOKENS, outputs, salt=2)
+    with torch.no_grad():
+        weights = made.weight, made.scales, made.bias
+        with processors(1):
+            right = product(x, *weights)
+        right_norm = add_norm(rest.clone(), right, norm)
+        for tokens in (1, FEW, FEW + 1, TOKENS, TOKENS + 1, MOST_TOKENS):
+            for count in (1, MANY_PROCESSORS):
+                with processors(count):
+                    few = x[-tokens:]
+                    assert torch.equal(product(few, *weights), right[-tokens:]), (tokens, count)
+                    found = add_norm(rest[-tokens:].clone(), product_or_sums(few, *weights), norm)
+                    assert torch.equal(found, right_norm[-tokens:]), (tokens, count)

@@ -170,9 +170,8 @@ def test_norms_of_models_compile_for_gpus(number: int, width: int, tmp_path: Pat
     from shoal.models.layers import layer_kernels
 
     types = {**dict.fromkeys(("x", "other", "weight", "out"), "*bf16"), "eps": "fp32"}
+    constants = {"BLOCK": width, "SHARES": 0, "scales": None, "bias": None}
     for capability in (OLDER[number % 4], NEWER[number % 2]):
-        binary = compiled(
-            layer_kernels.add_norm, types, {"BLOCK": width}, capability, tmp_path, warps=_warps(width), stages=1
-        )
+        binary = compiled(layer_kernels.add_norm, types, constants, capability, tmp_path, warps=_warps(width), stages=1)
         assert binary.keeps_to_registers
         assert binary.registers <= 64

@@ -6,10 +6,12 @@ models.quantize.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,9 @@ import torch
 from ahead_of_time import CAPABILITIES, TENSOR_CORES, compiled, needs_compiler
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
-from shoal.models import loading, passes, quantize
-from shoal.models.attention.fused import has_triton
-from shoal.models.layers import MIDDLE, NARROW, WIDE, cut_of, gpu_draws
+from shoal.models import layers, loading, passes, quantize
+from shoal.models.attention.fused import Card, has_triton
+from shoal.models.layers import COLUMNS, MIDDLE, NARROW, WIDE, cut_of, gpu_draws, product_or_sums, shares_of
 from shoal.native.build import missing
 from shoal.testing import tiny_model
 
@@ -43,15 +45,37 @@ def test_the_cases_in_the_interpreter() -> None:
 
 # ── for GPUs that are not here ──────────────────────────────────────────────────────────────────────────────────────
 
+NO_SHARES: dict[str, object] = {"scales": None, "bias": None, "SHARES": 0}
 KERNELS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     "begin": (
         dict.fromkeys(("embedding", "weight", "x", "out"), "*bf16") | dict.fromkeys(("tokens", "positions"), "*i64")
         | dict.fromkeys(("frequencies", "cos", "sin"), "*fp32") | {"scaling": "fp32", "eps": "fp32"},
         {"HALF": 64, "ANGLES": 64, "BLOCK": 4096}, 8,
     ),
-    "add_norm": (dict.fromkeys(("x", "other", "weight", "out"), "*bf16") | {"eps": "fp32"}, {"BLOCK": 4096}, 8),
+    "add_norm": (
+        dict.fromkeys(("x", "other", "weight", "out"), "*bf16") | {"eps": "fp32"}, {"BLOCK": 4096} | NO_SHARES, 8
+    ),
     "add_norm, nothing added": (
-        dict.fromkeys(("x", "weight", "out"), "*bf16") | {"eps": "fp32"}, {"BLOCK": 16384, "other": None}, 32
+        dict.fromkeys(("x", "weight", "out"), "*bf16") | {"eps": "fp32"}, {"BLOCK": 16384, "other": None} | NO_SHARES, 32
+    ),
+    "add_norm, sums by share": (
+        dict.fromkeys(("x", "bias", "weight", "out"), "*bf16") | {"other": "*fp32", "scales": "*fp32", "eps": "fp32"},
+        {"BLOCK": 4096, "SHARES": 8}, 8,
+    ),
+    "join": (
+        {"parts": "*fp32", "scales": "*fp32", "bias": "*bf16", "out": "*bf16"}, {"BLOCK": COLUMNS, "SHARES": 8}, 4
+    ),
+    "eight_bit_product, sums by share": (
+        {"x": "*bf16", "weight": "*i8", "scales": "*fp32", "out": "*fp32"},
+        {"BLOCK_T": 16, "BLOCK_N": NARROW.outputs, "BLOCK_K": NARROW.inputs, "bias": None, "APART": True}, 4,
+    ),
+    "eight_bit_product, fp8, sums by share, 64 tokens": (
+        {"x": "*bf16", "weight": "*fp8e4nv", "scales": "*fp32", "out": "*fp32"},
+        {"BLOCK_T": 64, "BLOCK_N": MIDDLE.outputs, "BLOCK_K": MIDDLE.inputs, "bias": None, "APART": True}, 4,
+    ),
+    "eight_bit_product, all shares of 64 tokens": (
+        dict.fromkeys(("x", "bias", "out"), "*bf16") | {"weight": "*i8", "scales": "*fp32"},
+        {"BLOCK_T": 64, "BLOCK_N": MIDDLE.outputs, "BLOCK_K": MIDDLE.inputs, "SHARES": 8}, 4,
     ),
     "heads": (
         dict.fromkeys(("states", "query", "keys", "values"), "*bf16")
@@ -98,6 +122,8 @@ KERNELS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     "silu_mul": ({"both": "*bf16", "out": "*bf16"}, {"BLOCK": 1024}, 4),
 }  # fmt: skip
 """Types, constants and warps, as `shoal.models.layers` launches them for a model of 4096 features."""
+FRAMES = {"begin": 32, "eight_bit_product, many outputs": 8, "eight_bit_product, all shares of 64 tokens": 8}
+"""Bytes of a thread in memory with Triton 3.7: a cosine of large angles; an accumulator's address on compute capability 10.0."""
 DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     "inverse_transform": (
         {"weights": "*fp32", "sums": "*fp64", "uniforms": "*fp64", "tokens": "*i64"}, {"SIZE": 256, "BLOCKS": 1024}, 4
@@ -157,6 +183,8 @@ def test_they_compile_for_gpus(number: int, name: str, tmp_path: Path, monkeypat
 
     types, constants, warps = KERNELS[name]
     multiplies = name.startswith("eight_bit")
+    constants = {"SHARES": 1, "APART": False} | constants if multiplies else constants
+    few = name in ("eight_bit_product, few outputs", "eight_bit_product, sums by share")
     turn = CAPABILITIES[1 + number % 2 if multiplies else number % 3]
     for capability in (80, turn) if multiplies and "fp8" not in name else (turn,):  # fp8 from 8.9 on
         binary = compiled(
@@ -166,12 +194,11 @@ def test_they_compile_for_gpus(number: int, name: str, tmp_path: Path, monkeypat
             capability,
             tmp_path,
             warps=warps,
-            stages=(NARROW if "few outputs" in name else WIDE).stages if multiplies else 1,
+            stages=(NARROW if few else WIDE).stages if multiplies else 1,
         )
-        few = {"begin": 32, "eight_bit_product, many outputs": 8}.get(name, 0)  # Triton 3.7: a cosine of large angles
-        assert not binary.spills(few)
+        assert not binary.spills(FRAMES.get(name, 0))
         assert "cos.approx" not in binary.ptx  # wrong by whole turns at large positions
-        assert binary.registers <= (255 if "many outputs" in name else 128 if multiplies else 64)
+        assert binary.registers <= (255 if "many outputs" in name else 160 if multiplies else 128 if "share" in name else 80)
         assert binary.shared <= (99 * 1024 if multiplies else 1024)
         assert bool(binary.instructions & {"HMMA", *TENSOR_CORES.values()}) is multiplies
         assert ("LDGSTS" in binary.instructions) is multiplies  # weights are fetched while the last ones are worked on
@@ -181,6 +208,49 @@ def test_products_of_bytes_are_cut_by_tokens_and_outputs() -> None:
     found = {(tokens, outputs): cut_of(tokens, outputs) for tokens in (8, 17, 56) for outputs in (4096, 16384, 128256)}
     assert [found[8, 4096], found[8, 16384], found[8, 128256]] == [NARROW, MIDDLE, MIDDLE]
     assert [found[17, 4096], found[56, 4096], found[17, 16384], found[56, 128256]] == [MIDDLE, MIDDLE, WIDE, WIDE]
+
+
+# A drafter's and a small target's `out` and `down`, those of 7B, of 13B and of MQA; wide matrices are not divided.
+SHARED_INPUTS = {
+    (2048, 2048): 4, (5632, 2048): 4, (8192, 2048): 4, (1024, 1024): 2, (3072, 1024): 4, (4864, 896): 8, (4096, 4096): 2,
+    (13824, 4096): 2, (5120, 5120): 1, (2048, 6144): 1, (4096, 27648): 1, (4096, 128256): 1, (512, 2048): 1, (576, 192): 1,
+}  # fmt: skip
+
+
+def test_inputs_are_divided_by_the_shape_of_a_matrix() -> None:
+    for (inputs, outputs), count in SHARED_INPUTS.items():
+        shares, each = shares_of(inputs, outputs)
+        assert shares == count, (inputs, outputs)
+        assert each % max(cut.inputs for cut in (NARROW, MIDDLE, WIDE)) == 0
+        assert (shares - 1) * each < inputs <= shares * each  # no share is empty
+
+
+@pytest.mark.parametrize("processors", [132, 108, 58, 24])
+def test_products_of_few_tokens_occupy_a_card(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least as many programs as multiprocessors; where tokens and outputs alone make two for
+    each multiprocessor, a program has all shares, and nothing is to be joined."""
+    from shoal.models.layers import layer_kernels
+
+    launched: list[tuple[tuple[int, ...], dict[str, object]]] = []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda **arguments: launched.append((grid, arguments))
+
+    monkeypatch.setattr(layer_kernels, "eight_bit_product", Noted())
+    monkeypatch.setattr(layers.Card, "of", staticmethod(lambda device: Card(processors, 1 << 20)))
+    for (inputs, outputs), shares in SHARED_INPUTS.items():
+        for tokens in (1, 8, 56, 256):
+            launched.clear()
+            x = torch.empty(tokens, inputs, dtype=torch.bfloat16, device="meta")
+            weight = torch.empty(outputs, inputs, dtype=torch.int8, device="meta")
+            found = product_or_sums(x, weight, torch.empty(outputs, device="meta"), None)
+            ((grid, arguments),) = launched
+            apart = isinstance(found, layers.Sums)
+            assert (grid[2], arguments["SHARES"]) == ((shares, 1) if apart else (1, shares))
+            assert apart is (shares > 1 and grid[0] * grid[1] < 2 * processors)
+            if inputs >= 2048 and tokens <= 64:
+                assert math.prod(grid) >= min(processors, 128), (inputs, outputs, tokens)
 
 
 # ── when they are used ──────────────────────────────────────────────────────────────────────────────────────────────

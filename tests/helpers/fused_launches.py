@@ -34,7 +34,8 @@ VOCABULARY = 8192
 TWICE = ("constant_pad_nd",)
 """Launched twice: the padding is filled, then the values are copied."""
 LAUNCHED = {
-    attention_kernels: ("attend", "combine"), layer_kernels: ("begin", "add_norm", "heads", "silu_mul", "eight_bit_product"),
+    attention_kernels: ("attend", "combine"),
+    layer_kernels: ("begin", "add_norm", "heads", "silu_mul", "eight_bit_product", "join"),
     draw_kernels: (
         "parts_of_softmax", "softmax", "block_sums", "inverse_transform", "bucket_sums", "exponential_race", "feed"
     ),

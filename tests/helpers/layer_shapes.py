@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
+from shoal.models import layers
+from shoal.models.attention.fused import Card
 from shoal.models.lean import Norm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,3 +44,14 @@ class Case:
 def normed(x: Tensor, norm: Norm) -> Tensor:
     """The definition, in float64."""
     return x / (x.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+
+
+MANY_PROCESSORS = 1 << 10
+
+
+@contextmanager
+def processors(count: int) -> Iterator[None]:
+    """A card of so many multiprocessors: of many, each share of a product's inputs has a program of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "Card", type("", (), {"of": staticmethod(lambda device: Card(count, 1 << 20))}))
+        yield

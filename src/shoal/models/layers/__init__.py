@@ -9,16 +9,14 @@ draws of a round, by the kernels in `draw_kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.models.attention.fused import PROGRAMS, Card
 from shoal.models.lean import Norm
-from shoal.models.weights.layers import joined, starts
-from shoal.models.weights.matrix import ACTIVATIONS, Matrix, Products
 
 MOST_TOKENS = 256
 """The largest number of tokens whose product reads more than it computes.
@@ -53,10 +51,30 @@ NARROW, MIDDLE, WIDE = (ProductCut(32, 128, 6), ProductCut(32, 128, 4), ProductC
 
 Chosen on an H200, where `benchmarks/gpu/products.py` times such products.
 """
+SHARE = 512
+"""The smallest number of inputs that is worth a program."""
+MOST_SHARES = 8
+"""The largest number of programs that share the inputs of an output."""
+MOST_PROGRAMS = 256
+"""The largest number of programs that shares of inputs may make."""
 MANY = 16384
 """The number of outputs from which on a matrix has many, so that `WIDE` occupies a GPU."""
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The number formats of weights, with the largest weight of an output in each."""
+
+
+class Sums(NamedTuple):
+    """The sums of a product by share of its inputs, before they are joined.
+
+    Attributes:
+        parts: [shares, tokens, out] float32.
+        scales: [out] float32.
+        bias: [out] or None.
+    """
+
+    parts: Tensor
+    scales: Tensor
+    bias: Tensor | None
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -68,30 +86,67 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
         scales: [out] float32.
         bias: [out] or None.
     """
-    tokens, outputs = len(x), len(weight)
+    sums = product_or_sums(x, weight, scales, bias)
+    if isinstance(sums, Tensor):
+        return sums
+    from shoal.models.layers import layer_kernels
+
+    shares, tokens, outputs = sums.parts.shape
+    out = x.new_empty(tokens, outputs)
+    with torch.cuda.device_of(x):
+        layer_kernels.join[(tokens, -(-outputs // COLUMNS))](
+            parts=sums.parts,
+            scales=scales,
+            bias=bias,
+            out=out,
+            size=out.numel(),
+            outputs=outputs,
+            SHARES=shares,
+            BLOCK=COLUMNS,
+            num_warps=4,
+        )
+    return out
+
+
+def product_or_sums(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None
+) -> Tensor | Sums:
+    """Computes a product, or its sums by share where outputs alone occupy too little of a GPU.
+
+    The shares follow from the shape of the matrix, and are joined in one order, whether each has a
+    program or one program has all: so a token's result does not depend on the number of tokens.
+    """
+    (tokens, inputs), outputs = x.shape, len(weight)
     if tokens > MOST_TOKENS:
         return F.linear(x, weight.to(x.dtype).mul_(scales[:, None]), bias)
     from shoal.models.layers import layer_kernels
 
-    out, cut = x.new_empty(tokens, outputs), cut_of(tokens, outputs)
-    block = token_block(tokens)
+    cut, block = cut_of(tokens, outputs), token_block(tokens)
+    shares, share_inputs = shares_of(inputs, outputs)
+    rows, columns = -(-tokens // block), -(-outputs // cut.outputs)
+    apart = shares > 1 and rows * columns < PROGRAMS * Card.of(x.device).processors
+    shape = (shares, tokens, outputs) if apart else (tokens, outputs)
+    out = x.new_empty(shape, dtype=torch.float32 if apart else x.dtype)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        layer_kernels.eight_bit_product[(-(-tokens // block), -(-outputs // cut.outputs))](
+        layer_kernels.eight_bit_product[(rows, columns, shares if apart else 1)](
             x=x,
             weight=weight,
             scales=scales,
             bias=bias,
             out=out,
             tokens=tokens,
-            inputs=x.shape[1],
+            inputs=inputs,
             outputs=outputs,
+            share_inputs=share_inputs,
+            SHARES=1 if apart else shares,
+            APART=apart,
             BLOCK_T=block,
             BLOCK_N=cut.outputs,
             BLOCK_K=cut.inputs,
             num_warps=4,
             num_stages=cut.stages,
         )
-    return out
+    return Sums(out, scales, bias) if apart else out
 
 
 def cut_of(tokens: int, outputs: int) -> ProductCut:
@@ -99,6 +154,18 @@ def cut_of(tokens: int, outputs: int) -> ProductCut:
     if outputs < MANY:
         return NARROW if tokens <= FEW else MIDDLE
     return MIDDLE if tokens <= FEW else WIDE
+
+
+def shares_of(inputs: int, outputs: int) -> tuple[int, int]:
+    """Returns the shares that the inputs of a matrix are divided into, by its shape alone.
+
+    Returns:
+        Their number, and the inputs of each, a multiple of those of a step.
+    """
+    room = min(MOST_PROGRAMS // -(-outputs // NARROW.outputs), inputs // SHARE, MOST_SHARES)
+    shares = 1 << (max(1, room).bit_length() - 1)
+    each = -(-inputs // (shares * NARROW.inputs)) * NARROW.inputs
+    return -(-inputs // each), each
 
 
 def token_block(tokens: int) -> int:
@@ -136,62 +203,6 @@ class WeightOnly8Bit(nn.Module):
         """Computes [..., in] -> [..., out], in the dtype of `x`."""
         y = product(x.reshape(-1, x.shape[-1]), self.weight, self.scales, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
-
-
-class WeightOnlyMatrix(Matrix):
-    """The matrix W of 8 bits, [out, in], with a scale per output (`product`).
-
-    It is the weight of one `WeightOnly8Bit`, or of several, one below the other.
-
-    Attributes:
-        scales: [out] float32.
-    """
-
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        self.scales = scales
-        super().__init__(weight, bias)
-
-    def _products(self) -> Products:
-        weight, scales, bias = self._weight, self.scales, self.bias
-
-        def linear(x: Tensor, activation: str = "none") -> Tensor:
-            y = product(x, weight, scales, bias)
-            return y if activation == "none" else ACTIVATIONS[activation](y)
-
-        def linear_add(x: Tensor, other: Tensor) -> Tensor:
-            return product(x, weight, scales, bias).add_(other)
-
-        def linear_mul(x: Tensor, other: Tensor) -> Tensor:
-            return product(x, weight, scales, bias).mul_(other)
-
-        return linear, linear_add, linear_mul
-
-
-@torch.no_grad()
-def matrix_of_8_bit(layers: Sequence[WeightOnly8Bit]) -> WeightOnlyMatrix:
-    """Makes one matrix of layers, as `shoal.models.weights.matrix_of` does.
-
-    Weights, scales and biases of the layers become rows of common tensors. A bias that another
-    model has as well stays that model's.
-
-    Raises:
-        ValueError: some have a bias and some have none, or unlike inputs or formats.
-    """
-    if len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
-        raise ValueError(
-            "layers of one matrix need the same input, the same format, and all a bias or none"
-        )
-    weight = joined([layer.weight.detach().view(torch.int8) for layer in layers]).view(
-        layers[0].weight.dtype
-    )
-    scales = joined([layer.scales.detach() for layer in layers])
-    bias = None if layers[0].bias is None else joined([layer.bias.detach() for layer in layers])
-    for layer, start in zip(layers, starts(layers), strict=True):
-        rows = slice(start, start + layer.out_features)
-        layer.weight.data, layer.scales.data = weight[rows], scales[rows]
-        if bias is not None and layer.bias.data_ptr() != bias[rows].data_ptr():
-            layer.bias = nn.Parameter(bias[rows], requires_grad=False)
-    return WeightOnlyMatrix(weight, scales, bias)
 
 
 MOST_WIDTH = 16384
@@ -246,25 +257,30 @@ def begin(
     return x, out, (cos, sin)
 
 
-def add_norm(x: Tensor, other: Tensor | None, norm: Norm) -> Tensor:
+def add_norm(x: Tensor, other: Tensor | Sums | None, norm: Norm) -> Tensor:
     """Adds `other` to x in place, and returns x / rms(x) * weight.
 
     Args:
         x: [tokens, width], contiguous, at most `MOST_WIDTH` wide.
-        other: [tokens, width], contiguous, or None = nothing to add.
+        other: [tokens, width], contiguous, or sums of a product by share, or None = nothing to add.
     """
     from shoal.models.layers import layer_kernels
 
     tokens, width = x.shape
     out = torch.empty_like(x)
+    added, scales, bias = other if isinstance(other, Sums) else (other, None, None)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         layer_kernels.add_norm[(tokens,)](
-            x,
-            other,
-            norm.weight,
-            out,
-            width,
-            norm.eps,
+            x=x,
+            other=added,
+            scales=scales,
+            bias=bias,
+            weight=norm.weight,
+            out=out,
+            size=x.numel(),
+            width=width,
+            eps=norm.eps,
+            SHARES=len(other.parts) if isinstance(other, Sums) else 0,
             BLOCK=_power(width),
             num_warps=_warps(width),
         )

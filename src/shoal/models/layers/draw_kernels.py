@@ -27,7 +27,7 @@ def first_above(weights, sums, threshold, count, COUNT: tl.constexpr):
 
 @triton.jit
 def parts_of_softmax(
-    logits, temperatures, tops, places, totals, known, row_stride, parts, SIZE: tl.constexpr
+    logits, temperatures, tops, places, totals, known, row_stride, SIZE: tl.constexpr
 ):
     """Computes the parts of a row's softmax, one for SIZE logits; grid (rows, parts).
 
@@ -47,7 +47,7 @@ def parts_of_softmax(
     top = tl.max(held, 0)
     place = tl.min(tl.where(held == top, token, known), 0)
     origin = tl.where(top == -float("inf"), 0.0, top) / temperature
-    at = row * parts + part
+    at = row * tl.num_programs(1) + part
     tl.store(totals + at, tl.sum(tl.exp(held / temperature - origin), 0))
     tl.store(tops + at, tl.where(broken > 0, float("inf"), top))
     tl.store(places + at, place)

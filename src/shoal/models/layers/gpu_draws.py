@@ -169,7 +169,6 @@ def softmax(
             totals=totals,
             known=known,
             row_stride=stride,
-            parts=parts,
             SIZE=PART,
             num_warps=4,
         )

@@ -80,20 +80,27 @@ def begin(
 
 
 @triton.jit
-def add_norm(x, other, weight, out, width, eps, BLOCK: tl.constexpr):
+def add_norm(
+    x, other, scales, bias, weight, out, size, width, eps, SHARES: tl.constexpr, BLOCK: tl.constexpr
+):
     """Computes the RMS norm of a row, after the residual sum; grid (tokens,).
 
     x [tokens, width] += other [tokens, width], if there is one; out [tokens, width] = norm of x *
-    weight [width].
+    weight [width]. With SHARES, `other` are the sums of a product by share [SHARES, tokens, width],
+    `size` apart, which are joined first (`join`).
     """
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < width
     place = token * width + column
     row = tl.load(x + place, mask=inside, other=0.0)
     if other is not None:
-        row = (
-            row.to(tl.float32) + tl.load(other + place, mask=inside, other=0.0).to(tl.float32)
-        ).to(row.dtype)
+        if SHARES:
+            added = joined(
+                other, scales, bias, place, size=size, output=column, there=inside, SHARES=SHARES
+            ).to(row.dtype)
+        else:
+            added = tl.load(other + place, mask=inside, other=0.0)
+        row = (row.to(tl.float32) + added.to(tl.float32)).to(row.dtype)
         tl.store(x + place, row, mask=inside)
     tl.store(out + place, normed(row, weight, column, inside, width, eps), mask=inside)
 
@@ -187,6 +194,18 @@ def silu_mul(both, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def scaled(total, scales, bias, output, there):
+    """Computes total * scales + bias at the outputs, [..., outputs] float32, in one rounding."""
+    scale = tl.load(scales + output, mask=there, other=0.0)
+    if bias is None:
+        total = total * scale
+    else:
+        shift = tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
+        total = tl.fma(total, tl.zeros_like(total) + scale, tl.zeros_like(total) + shift)
+    return total
+
+
+@triton.jit
 def eight_bit_product(
     x,
     weight,
@@ -196,40 +215,77 @@ def eight_bit_product(
     tokens,
     inputs,
     outputs,
+    share_inputs,
+    SHARES: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Computes x Wᵀ * scales + bias for few tokens; grid (blocks of tokens, blocks of outputs).
+    """Computes x Wᵀ * scales + bias for few tokens; grid (token blocks, output blocks, shares).
 
     The weights are read as bytes, and once, as the programs of the same outputs run at about the
-    same time.
+    same time. The inputs are divided into shares of `share_inputs`, a multiple of BLOCK_K. A
+    program sums its SHARES each for itself, then joins them in their order; so the sum is the same
+    where each share has a program of its own (APART, SHARES = 1) and `join` follows.
 
     x [tokens, inputs], weight [outputs, inputs] int8 or float8_e4m3, scales [outputs] float32, out
-    [tokens, outputs]. A byte is exact in all formats of x, sums are float32.
+    [tokens, outputs], APART sums [shares, tokens, outputs] float32 without scales and bias. A byte
+    is exact in all formats of x, sums are float32.
     """
     output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     there, real = output < outputs, token < tokens
     row = output.to(tl.int64)[None, :] * inputs
     total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    for start in range(0, inputs, BLOCK_K):
-        feature = start + tl.arange(0, BLOCK_K)
-        inside = feature < inputs
-        left = tl.load(
-            x + token[:, None] * inputs + feature[None, :],
-            mask=real[:, None] & inside[None, :],
-            other=0.0,
-        )
-        right = tl.load(
-            weight + row + feature[:, None], mask=there[None, :] & inside[:, None], other=0.0
-        )
-        if INTERPRETED:  # its dot is wrong in bfloat16
-            total += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-        else:
-            total = tl.dot(left, right.to(left.dtype), total, input_precision="ieee")
-    total *= tl.load(scales + output, mask=there, other=0.0)[None, :]
-    if bias is not None:
-        total += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
+    for share in range(SHARES):
+        begin = (tl.program_id(2) * SHARES + share) * share_inputs
+        part = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        for start in range(begin, tl.minimum(begin + share_inputs, inputs), BLOCK_K):
+            feature = start + tl.arange(0, BLOCK_K)
+            inside = feature < inputs
+            left = tl.load(
+                x + token[:, None] * inputs + feature[None, :],
+                mask=real[:, None] & inside[None, :],
+                other=0.0,
+            )
+            right = tl.load(
+                weight + row + feature[:, None], mask=there[None, :] & inside[:, None], other=0.0
+            )
+            if INTERPRETED:  # its dot is wrong in bfloat16
+                part += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+            else:
+                part = tl.dot(left, right.to(left.dtype), part, input_precision="ieee")
+        total += part
     place = token.to(tl.int64)[:, None] * outputs + output[None, :]
+    if APART:
+        place += tl.program_id(2).to(tl.int64) * tokens * outputs
+    else:
+        total = scaled(total, scales, bias, output[None, :], there[None, :])
     tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None] & there[None, :])
+
+
+@triton.jit
+def joined(parts, scales, bias, place, size, output, there, SHARES: tl.constexpr):
+    """Joins the sums of a product by share in the order of the inputs, and scales them.
+
+    parts [SHARES, tokens, outputs] float32, `size` apart; place: in one of them.
+    """
+    total = tl.load(parts + place, mask=there, other=0.0)
+    for share in tl.static_range(1, SHARES):
+        total += tl.load(parts + share * size + place, mask=there, other=0.0)
+    return scaled(total, scales, bias, output, there)
+
+
+@triton.jit
+def join(parts, scales, bias, out, size, outputs, SHARES: tl.constexpr, BLOCK: tl.constexpr):
+    """Joins the sums of `eight_bit_product` by share; grid (tokens, blocks of outputs).
+
+    parts [SHARES, tokens, outputs] float32, `size` apart -> out [tokens, outputs].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = output < outputs
+    place = token * outputs + output
+    total = joined(parts, scales, bias, place, size=size, output=output, there=there, SHARES=SHARES)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=there)

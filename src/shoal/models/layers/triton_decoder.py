@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.models.attention import AttentionInputs, Masks
 from shoal.models.attention.fused import available
@@ -26,15 +26,19 @@ from shoal.models.attention.methods import Method
 from shoal.models.cache import Plan, SlotCache
 from shoal.models.layers import (
     MOST_WIDTH,
+    Sums,
     WeightOnly8Bit,
     add_norm,
     begin,
     heads,
-    matrix_of_8_bit,
+    product,
+    product_or_sums,
     silu_mul,
 )
 from shoal.models.lean import Decoder, MatrixOf, decoder_of
 from shoal.models.weights import LINEARS, Matrix, matrix_of
+from shoal.models.weights.layers import joined, starts
+from shoal.models.weights.matrix import Products, products_of
 
 
 class PlanState:
@@ -177,17 +181,17 @@ class FusedLayers:
         )
         return self._logits(x, added, tokens) if want_logits else x
 
-    def _logits(self, x: Tensor, added: Tensor | None, tokens: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, added: Tensor | Sums | None, tokens: Tensor) -> Tensor:
         return self.decoder.head.linear(add_norm(x, added, self.decoder.norm)).view(
             *tokens.shape, -1
         )
 
     def _through(
         self, tokens: Tensor, positions: Tensor, state: PassState, keys_only: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | Sums | None]:
         """Computes the states after the last layer without its last sum, [tokens, width].
 
-        The second value is the tensor to add for that sum.
+        The second value is to be added for that sum.
         """
         decoder = self.decoder
         rotary = decoder.rotary.inv_freq, float(decoder.rotary.attention_scaling)
@@ -198,7 +202,7 @@ class FusedLayers:
             rotary,
             decoder.layers[0].attention_norm,
         )
-        added: Tensor | None = None
+        added: Tensor | Sums | None = None
         for index, (layer, gate_up) in enumerate(zip(decoder.layers, self.gate_up, strict=True)):
             states = layer.states.linear(
                 h if not index else add_norm(x, added, layer.attention_norm)
@@ -210,8 +214,8 @@ class FusedLayers:
             if keys_only and index + 1 == len(decoder.layers):
                 break
             attended = self._attended(query, index, state)
-            h = add_norm(x, layer.out.linear(attended), layer.mlp_norm)
-            added = layer.down.linear(silu_mul(gate_up.linear(h)))
+            h = add_norm(x, _sums(layer.out, attended), layer.mlp_norm)
+            added = _sums(layer.down, silu_mul(gate_up.linear(h)))
         return x, added
 
     def _attended(self, query: Tensor, index: int, state: PassState) -> Tensor:
@@ -230,6 +234,60 @@ class FusedLayers:
             shared_value=shared_value,
         )
         return state.packed(state.method(inputs)).reshape(len(query), -1)
+
+
+class WeightOnlyMatrix(Matrix):
+    """The matrix W of 8 bits, [out, in], with a scale per output (`product`).
+
+    It is the weight of one `WeightOnly8Bit`, or of several, one below the other.
+
+    Attributes:
+        scales: [out] float32.
+    """
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        self.scales = scales
+        super().__init__(weight, bias)
+
+    def sums(self, x: Tensor) -> Tensor | Sums:
+        """Computes `linear(x)`, or its sums by share, for `add_norm` to join."""
+        return product_or_sums(x, self._weight, self.scales, self.bias)
+
+    def _products(self) -> Products:
+        weight, scales, bias = self._weight, self.scales, self.bias
+        return products_of(lambda x: product(x, weight, scales, bias))
+
+
+@torch.no_grad()
+def matrix_of_8_bit(layers: Sequence[WeightOnly8Bit]) -> WeightOnlyMatrix:
+    """Makes one matrix of layers, as `shoal.models.weights.matrix_of` does.
+
+    Weights, scales and biases of the layers become rows of common tensors. A bias that another
+    model has as well stays that model's.
+
+    Raises:
+        ValueError: some have a bias and some have none, or unlike inputs or formats.
+    """
+    if len({(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}) > 1:
+        raise ValueError(
+            "layers of one matrix need the same input, the same format, and all a bias or none"
+        )
+    weight = joined([layer.weight.detach().view(torch.int8) for layer in layers]).view(
+        layers[0].weight.dtype
+    )
+    scales = joined([layer.scales.detach() for layer in layers])
+    bias = None if layers[0].bias is None else joined([layer.bias.detach() for layer in layers])
+    for layer, start in zip(layers, starts(layers), strict=True):
+        rows = slice(start, start + layer.out_features)
+        layer.weight.data, layer.scales.data = weight[rows], scales[rows]
+        if bias is not None and layer.bias.data_ptr() != bias[rows].data_ptr():
+            layer.bias = nn.Parameter(bias[rows], requires_grad=False)
+    return WeightOnlyMatrix(weight, scales, bias)
+
+
+def _sums(matrix: Matrix, x: Tensor) -> Tensor | Sums:
+    """Computes a product whose result is only added to others, [tokens, out]."""
+    return matrix.sums(x) if isinstance(matrix, WeightOnlyMatrix) else matrix.linear(x)
 
 
 def fused_layers_of(hf: Any) -> FusedLayers | None:

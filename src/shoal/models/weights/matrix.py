@@ -255,14 +255,20 @@ def _of_packed(weight: Tensor, bias: Tensor | None) -> Products:
 
 
 def _of_dense(weight: Tensor, bias: Tensor | None) -> Products:
+    return products_of(lambda x: F.linear(x, weight, bias))
+
+
+def products_of(product: Callable[[Tensor], Tensor]) -> Products:
+    """Returns the products of a matrix by a function x -> x Wᵀ + b whose result may be written."""
+
     def linear(x: Tensor, activation: str = "none") -> Tensor:
-        y = F.linear(x, weight, bias)
+        y = product(x)
         return y if activation == "none" else ACTIVATIONS[activation](y)
 
     def linear_add(x: Tensor, other: Tensor) -> Tensor:
-        return F.linear(x, weight, bias).add_(other)
+        return product(x).add_(other)
 
     def linear_mul(x: Tensor, other: Tensor) -> Tensor:
-        return F.linear(x, weight, bias).mul_(other)
+        return product(x).mul_(other)
 
     return linear, linear_add, linear_mul

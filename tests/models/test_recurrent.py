@@ -6,6 +6,7 @@ Tests of: models.mixers, models.cache.mixing, models.cache.states.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -489,6 +490,40 @@ def test_a_pass_calls_a_mixer_once_for_rows_of_equal_counts(monkeypatch: pytest.
     made.step()
     assert made.stats.committed == 4 * 3  # one draft of two was right, then none
     assert counts == [(1, 12), (4, 3), (4, 2), (4, 3)]
+
+
+class NotingVerdicts(Fixed):
+    """A fixed draft length that notes the drafts of each round and those accepted, of a single row."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.noted: list[tuple[int, int]] = []
+
+    def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        self.noted += zip(drafted, accepted, strict=True)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "jamba", "recurrent-gemma"])
+def test_accepted_tokens_behind_rejected_drafts_are_replayed_and_no_state_is_copied(family: str) -> None:
+    """By counts: the last token and the accepted ones of each round that took drafts back, whatever the draft length."""
+    for k in (1, K, 7):
+        noting = NotingVerdicts(k)
+        made = Engine(target(family), ModelDrafter(half_right(family).fork(), VOCABULARY), noting, max_batch=1)
+        made.target.mixers.counts.clear()
+        assert run(made, PROMPTS[1:2]) == [stock_ids(family, PROMPTS[1])]
+        rejected = [1 + accepted for drafted, accepted in noting.noted[:-1] if accepted < drafted]
+        assert len(rejected) > 2
+        assert made.target.mixers.counts == Counter({"replayed tokens": sum(rejected)})
+        cache_ = made.target.cache
+        assert isinstance(cache_, StateCache)
+        assert cache_.bytes_per_slot() == 3 * sum(states[0].nbytes for states in cache_.states_of(0))
+
+
+def test_states_are_copied_for_the_rows_of_a_prompt_alone() -> None:
+    made = engine("lfm2", None, max_batch=4)
+    made.target.mixers.counts.clear()
+    run(made, PROMPTS[1:2], n=4)
+    assert made.target.mixers.counts == Counter({"copied states": 2 * 3})  # two sides, three other rows
 
 
 def test_states_are_counted_in_memory() -> None:

@@ -60,12 +60,15 @@ class Mixers:
             with several tokens begins without a state.
         placed: True if mixers take the positions of their tokens.
         own: the states that mixers keep in themselves, by the names of the mixers.
+        counts: "replayed tokens", those of rows that mixers got again behind rejected drafts, and
+            "copied states" of rows, since the model was loaded.
     """
 
     modules: Mapping[str, nn.Module]
     stepwise: bool = False
     placed: bool = False
     own: Mapping[str, Sequence[OwnState]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def block(self) -> int:

@@ -38,9 +38,9 @@ ENGINES = ("llamacpp", "openvino")
 SETS = ("humaneval", "mbpp", "humaneval-chat", "mbpp-chat", "summaries")
 ROWS = (8, 1, 4, 16, 32)
 PROBLEMS = {"humaneval": 164, "mbpp": LIMIT, "summaries": 100}
-LENGTH = {"humaneval": 110, "mbpp": 80, "humaneval-chat": 110, "mbpp-chat": 80, "summaries": 60}
+LENGTH = {"humaneval": 55, "mbpp": 85, "humaneval-chat": 80, "mbpp-chat": 85, "summaries": 60}
 """Tokens of a sample that estimates suppose, before a run has told."""
-RATES = {1: 150, 4: 250, 8: 350, 16: 700, 32: 1300}
+RATES = {1: 200, 4: 250, 8: 350, 16: 700, 32: 1300}
 """Tokens per second that estimates suppose, by rows that are decoded at once."""
 GRACE = 60
 """Seconds that a run has to end after it was interrupted."""

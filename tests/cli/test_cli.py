@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import typing
@@ -214,10 +215,13 @@ def test_generate_writes_a_file_instead_of_stdout(shoal: Command, tiny: Models, 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "out.txt"
     file.write_text("before")
+    file.chmod(0o640)
     with pytest.raises(UnicodeEncodeError):
         write_whole(file, "half" * 100_000 + "\ud800")  # a lone surrogate cannot be written
     assert file.read_text() == "before"
     assert os.listdir(tmp_path) == ["out.txt"]
+    write_whole(file, "after")
+    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == ("after", 0o640)
 
 
 def test_a_link_is_followed_and_a_pipe_is_no_file_to_replace(tmp_path: Path) -> None:

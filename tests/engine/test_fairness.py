@@ -133,8 +133,8 @@ def test_rows_that_pause_have_the_tokens_of_rows_that_do_not(made: Made, sampled
 
 
 def test_what_is_kept_of_a_paused_row_is_not_computed_again() -> None:
-    kept, _ = crowded(of_models, True, prefix_bytes=1 << 20)
-    computed, rows = crowded(of_models, True)
+    computed, _ = crowded(of_models, True)
+    kept, rows = crowded(of_models, True, prefix_bytes=1 << 20)
     assert kept.stats.pauses == computed.stats.pauses
     prompts = sum(row.prompt_length - 1 for call in rows for row in call[:1])
     assert kept.stats.prefill_tokens <= prompts
@@ -142,7 +142,10 @@ def test_what_is_kept_of_a_paused_row_is_not_computed_again() -> None:
         row.paused_at - row.prompt_length for call in rows for row in call if row.paused_at
     )
     assert computed.stats.restored_tokens == 0 < kept.stats.restored_tokens
-    assert max(row.restored for call in rows for row in call) == 0  # it says what was kept of the prompt before
+    # of the prompt before, not of what a row had when it paused
+    assert {row.restored for call in rows for row in call if row.paused_at} == {0}
+    begun = [[row.started_at or 0.0 for row in call] for call in rows]
+    assert max(begun[0][:4]) < min(begun[1])  # a row that comes back began when it first got a slot
 
 
 def _with_group(row: Row, group: int) -> None:

@@ -28,7 +28,7 @@ def test_after_the_deadline_at_most_a_chunk_of_the_prompt_is_computed(budget: fl
     rows = timed.ask(100, n=2, budget=budget)
     timed.finish()
     assert timed.now < budget + timed.engine.scheduler.chunk
-    assert timed.engine.stats.prefill_tokens == timed.now
+    assert timed.engine.stats.prefill_tokens == timed.engine.stats.seconds_prefill == timed.now
     assert timed.engine.stats.target_passes == 0
     assert {(s.finished, s.text, s.token_ids) for s in timed.samples.values()} == {(False, "", ())}
     assert len(timed.samples) == len(rows)

@@ -188,16 +188,12 @@ COMMAND = re.compile(r"\b((?:benchmarks|training)/[\w/]+\.(?:py|sh))|shoal \w+|m
 COMMIT, DATE = re.compile(r"`[0-9a-f]{7,40}`"), re.compile(r"\b20\d\d-\d\d-\d\d\b")
 
 
-CLEAN = "benchmarks/results/quality-line-break-humaneval-8.json"
-CHANGED = "benchmarks/results/quality-seeded-0.2.json"
-
-
-def tables_of_unknown_origin(page: Path) -> Iterator[str]:
+def tables_of_unknown_origin(page: Path, root: Path = ROOT) -> Iterator[str]:
     """The sections of a page with a table and no command, or neither a results file of a commit and a date nor both beside the
     command; and those whose files are of changed trees, if they do not say so."""
     for section in re.split(r"^(?=#+ )", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
-        files = [json.loads((ROOT / name).read_text()) for name in RESULTS.findall(section) if (ROOT / name).exists()]
-        scripts = [match[1] for match in COMMAND.finditer(section) if not match[1] or (ROOT / match[1]).exists()]
+        files = [json.loads((root / name).read_text()) for name in RESULTS.findall(section) if (root / name).exists()]
+        scripts = [match[1] for match in COMMAND.finditer(section) if not match[1] or (root / match[1]).exists()]
         machines = [file["machine"] for file in files]
         dated = any(one["commit"] and one["date"] for one in machines) or (COMMIT.search(section) and DATE.search(section))
         honest = "changes" in section or not any("dirty" in one["commit"] for one in machines)
@@ -208,13 +204,18 @@ def tables_of_unknown_origin(page: Path) -> Iterator[str]:
 def test_tables_name_their_file_or_their_command_and_commit(tmp_path: Path) -> None:
     pages = sorted((DOCS / "measurements").glob("*.md"))
     assert {page.name: found for page in pages if (found := [*tables_of_unknown_origin(page)])} == {}
+    clean, changed = (f"benchmarks/results/{name}.json" for name in ("clean", "changed"))
+    (tmp_path / clean).parent.mkdir(parents=True)
+    (tmp_path / "benchmarks" / "quality.sh").touch()
+    for name, commit in ((clean, "0123456789ab"), (changed, "0123456789ab-dirty")):
+        (tmp_path / name).write_text(json.dumps({"machine": {"commit": commit, "date": "2026-01-01"}}))
     (tmp_path / "page.md").write_text(
         "# a\n\n| x |\n\n`python benchmarks/gone.py`, `1234567`, 2026-01-01\n\n## b\n\n| x |\n\n[b](benchmarks/results/gone.json)\n"
         "## c\n\n`make demo`, commit `1234567`, 2026-01-01:\n\n| x |\n\n## d\n\n`make demo`, 2026-01-01\n\n| x |\n"
-        f"## e\n\n| x |\n\n[e]({CLEAN})\n\n## f\n\n| x |\n\n`benchmarks/quality.sh`, [f]({CLEAN})\n"
-        f"## g\n\n| x |\n\n`benchmarks/quality.sh`, [g]({CHANGED})\n\n## h\n\n| x |\n\n`make demo`, with changes, [h]({CHANGED})\n"
+        f"## e\n\n| x |\n\n[e]({clean})\n\n## f\n\n| x |\n\n`benchmarks/quality.sh`, [f]({clean})\n"
+        f"## g\n\n| x |\n\n`benchmarks/quality.sh`, [g]({changed})\n\n## h\n\n| x |\n\n`make demo`, with changes, [h]({changed})\n"
     )
-    assert [*tables_of_unknown_origin(tmp_path / "page.md")] == ["# a", "## b", "## d", "## e", "## g"]
+    assert [*tables_of_unknown_origin(tmp_path / "page.md", tmp_path)] == ["# a", "## b", "## d", "## e", "## g"]
 
 
 def test_pages_named_in_code_exist() -> None:

@@ -293,6 +293,22 @@ def test_slow_first_passes_of_every_size_delay_the_right_length_by_a_few_rounds(
     assert (np.array(lengths_of_rounds(rows, 10.0)[10:]) == 0).sum() > 150
 
 
+def test_plain_rounds_in_one_go_are_not_priced_as_drafts_of_as_many_positions() -> None:
+    """A pass over eight positions, four rows and a draft of each, costs twice a plain round of eight rows among eight in one go."""
+    costs = PairCosts(packed=True)
+    controller, eight, four = Auto(costs), [row(10_000) for _ in range(8)], [row(10_000) for _ in range(4)]
+    for _ in range(20):
+        controller.lengths(eight, 0)
+        controller.learn(Outcome([0] * 8, [0] * 8, 0, 1.0, 0.0, rounds=8))
+        controller.lengths(four, 0)
+        controller.learn(Outcome([1] * 4, [1] * 4, 1, 2.0, 0.1))
+    assert (costs.seconds_plain(8), costs.verify.seconds(8)) == (pytest.approx(1.0), pytest.approx(1.9))
+    survival = np.full((8, 16), 0.1).cumprod(axis=1)  # eight rows and a draft each cost 1.9 at least, and bring 0.9 more
+    assert best_plan(survival, np.ones(8), costs) is None
+    costs.runs = CostCurve()  # sabotage: a plain round costs a pass over its positions
+    assert best_plan(survival, np.ones(8), costs) is not None
+
+
 def first_planned_round(slow: int, rows: int) -> int:
     """The first round with a plan, if the first `slow` rounds with drafts take twenty times their seconds, drafter and target."""
     controller, held, trials = Auto(PairCosts(packed=True)), [row(10_000) for _ in range(rows)], 0
@@ -320,7 +336,7 @@ def test_a_few_slow_trials_put_off_drafts_by_few_rounds(rows: int, monkeypatch: 
         assert first_planned_round(4, rows) > 1_500
     with monkeypatch.context() as sabotage:  # two trials decide
         sabotage.setattr("shoal.lookahead.auto.FIRST_ROUNDS", (False, True, False, True))
-        assert first_planned_round(2, rows) > 500
+        assert first_planned_round(2, rows) > 400
     monkeypatch.setattr(DraftCostCurve, "_believed", staticmethod(CostCurve._believed))  # the median counts
     assert first_planned_round(4, rows) > 1_500
 

@@ -63,11 +63,11 @@ FEW = 8
 """A plan is kept until more than 1 / `FEW` of its rows have ended: planning takes time as well."""
 
 
-TOGETHER = 4
+TOGETHER = 8
 """The number of plain rounds that are computed to learn the cost of one.
 
-A single one costs more than each of several in one go (`shoal.engine.multi_step`), which plain
-decoding consists of.
+It is that of plain decoding (`shoal.engine.multi_step.MOST_ROUNDS`): each of fewer rounds in one go
+costs more, and drafts would be compared with plain decoding that is slower than it is.
 """
 
 
@@ -295,7 +295,8 @@ class Auto(Controller):
         costs.rounds += 1 if learning else outcome.rounds
         own = outcome.drafted if outcome.nodes is None else outcome.nodes
         forced = outcome.forced or [0] * rows
-        whole = costs.verify.observe(
+        passes = costs.verify if outcome.rounds == 1 else costs.runs
+        whole = passes.observe(
             costs.positions(list(map(add, own, forced))) + outcome.riding,
             outcome.seconds - outcome.seconds_drafting,
         )
@@ -318,7 +319,7 @@ class Auto(Controller):
         costs.plain_rounds.drafted(rows)
         costs.trees.observe(outcome.drafted, outcome.nodes)
         if self._plain is None:
-            self._plain = costs.verify.seconds(rows)
+            self._plain = costs.seconds_plain(rows)
         drafting = costs.observe_drafting(
             rows, outcome.steps, outcome.seconds_drafting, outcome.seconds_between
         )

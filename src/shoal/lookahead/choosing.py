@@ -211,5 +211,5 @@ class AutoChoice(Controller):
         auto.learn(outcome)
         if pays:
             rows = len(outcome.drafted)
-            plain, spent = account.verify.seconds(rows), outcome.seconds + outcome.seconds_preparing
+            plain, spent = account.seconds_plain(rows), outcome.seconds + outcome.seconds_preparing
             account.credit.drafted(plain, spent, (1 + sum(outcome.accepted) / rows) * plain - spent)

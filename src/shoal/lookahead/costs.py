@@ -264,6 +264,7 @@ class PairCosts:
     Attributes:
         acceptance: the acceptance of drafts.
         verify: the seconds of a round without its drafting, by positions of the target's pass.
+        runs: the seconds of a plain round among several in one go, by rows.
         start: the seconds of a proposal of one step, by rows.
         draft: the seconds of each further step, by rows.
         preparing: the seconds in which the drafter computes prompts and tokens that were decoded
@@ -282,6 +283,7 @@ class PairCosts:
         self.packed = packed
         self.acceptance, self.trees = Acceptance(LIMIT), TreeSizes(LIMIT)
         self.verify = CostCurve()
+        self.runs = CostCurve()
         self.start: CostCurve = DraftCostCurve()
         self.draft: CostCurve = DraftCostCurve()
         self.preparing = CostCurve()
@@ -304,12 +306,21 @@ class PairCosts:
         """
         if name not in self._drafters:
             own = self._drafters[name] = PairCosts(self.packed)
-            own.verify, own.credit, own.plain_rounds = self.verify, self.credit, self.plain_rounds
+            own.verify, own.runs = self.verify, self.runs
+            own.credit, own.plain_rounds = self.credit, self.plain_rounds
             if one_memory:
                 own.preparing = self.preparing
             if mixed:
                 own.start, own.draft = MixedCostCurve(), MixedCostCurve()
         return self._drafters[name]
+
+    def seconds_plain(self, rows: int) -> float:
+        """Returns the seconds of a plain round.
+
+        Where several are computed in one go, Python is met once for all of them, so that one costs
+        less than a pass over drafts of as many positions.
+        """
+        return (self.runs if self.runs.known else self.verify).seconds(rows)
 
     def seconds_preparing(self, tokens: int) -> float:
         """Returns the drafter's seconds over a number of tokens.

@@ -186,12 +186,13 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> RoundPlan | 
     rates[positions > 2 * max(costs.verify.largest, rows)] = 0.0
     best = int(rates.argmax())
     rate = costs.calibration(rows) * float(rates[best])
-    if rate <= rows / verify[rows]:
+    plain = costs.seconds_plain(rows)
+    if rate <= rows / plain:
         return None
     # The slope from plain decoding to the plan: between neighbouring sizes most of the difference
     # is noise, and beyond the plan nothing was measured.
     drafted = drafts[best] if costs.packed else rows * steps[best]
-    seconds_per_position = (verify[positions[best]] - verify[rows]) / drafted
+    seconds_per_position = (verify[positions[best]] - plain) / drafted
     return RoundPlan(rate, rate * float(seconds_per_position), STEP_MARGIN * rate * step)
 
 
@@ -220,7 +221,7 @@ def repays(rate: float, rows: Sequence[Row], unfed: Unfed, costs: PairCosts) -> 
     """
     remaining = np.array([row.remaining for row in rows])
     preparing = costs.seconds_preparing(unfed.tokens(rows))
-    plain = costs.verify.seconds(len(remaining)) / len(remaining)
+    plain = costs.seconds_plain(len(remaining)) / len(remaining)
     return (
         float(np.minimum(remaining, HORIZON).sum()) * (plain - 1 / rate)
         >= INVESTMENT_MARGIN * preparing
@@ -235,7 +236,7 @@ def trial_is_due(rows: int, unfed: int, costs: PairCosts) -> bool:
         unfed: the number of tokens that the drafter has to compute first.
         costs: the costs of the pair.
     """
-    plain, nodes = costs.verify.seconds(rows), math.ceil(costs.trees.by_depth[1])
+    plain, nodes = costs.seconds_plain(rows), math.ceil(costs.trees.by_depth[1])
     cost = (
         costs.seconds_starting(rows)
         + costs.verify.seconds(rows + (TRIAL_ROWS if costs.packed else rows) * nodes)

@@ -343,6 +343,13 @@ def test_what_all_constraints_let_follow_is_kept() -> None:
     assert masks.forced(lost, encode("a"), VOCABULARY) == (0, [])
 
 
+def test_a_text_is_over_where_all_constraints_let_it_end() -> None:
+    """Where one of them wants more and the others allow nothing, it is at a loss."""
+    for other, over in (("a", True), ("ab", False)):
+        row = row_of(encode("a"), *(compiled(Grammar("regex", text)) for text in ("a", other)))
+        assert masks.is_complete(row, VOCABULARY) is over
+
+
 def test_forced_tokens_are_the_only_ones_that_the_mask_allows(bundled: Shoal) -> None:
     """Where a text is certain, masks allow the tokenizer's own tokens alone: none of these drafts can be rejected."""
     grammar = grammars_of(bundled.tokenizer, bundled.target.vocab_size).constraint(SCHEMA)

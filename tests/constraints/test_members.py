@@ -52,14 +52,14 @@ def law() -> dict[tuple[int, ...], float]:
 
 def test_members_follow_an_arrow_too() -> None:
     class Arrows:
-        texts = ("a", "-", ">", "->b", ".", "b")
+        texts = ("a", "-", ">", "->b", ".", "b", "1", "2")
 
         def get_vocab(self) -> dict[str, int]:
             return {text: i for i, text in enumerate(self.texts)}
 
     def after(*tokens: str, left: str = "", marks: Any = (DOT, ARROW)) -> bool:
         check = Members(
-            Arrows(), left, analyser=lambda before, _: ["ab"] if before.endswith(("->", ".")) else [], marks=marks
+            Arrows(), left, analyser=lambda before, _: ["a", "ab", "a1"] if before.endswith(("->", ".")) else [], marks=marks
         )
         state: State | None = check.start(row)
         for token in tokens:
@@ -71,6 +71,8 @@ def test_members_follow_an_arrow_too() -> None:
     assert not after("-", ">", "b")
     assert not after("a", "->b")
     assert not after(".", "b")
+    assert after(".", "a", "1")
+    assert not after(".", "a", "2")
     assert after(">", "b")
     assert after("-", "b")
     assert not after(">", "b", left="p-")  # half of it before the cursor

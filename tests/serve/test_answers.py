@@ -21,7 +21,7 @@ import torch
 from shoal.engine.detokenizer import Detokenizer
 from shoal.errors import BadLogits, OutOfMemory, RequestError
 from shoal.serve.api_errors import ApiError, api_error_of
-from shoal.serve.api_formats import ApiFormat, ChatFormat, CompletionFormat
+from shoal.serve.api_formats import ApiFormat, ChatFormat, CompletionFormat, TextPlaces
 from shoal.serve.infill import InfillResponse
 from shoal.serve.item_format import ItemFormat, ItemWriter
 from shoal.serve.item_models import ResponsesRequest
@@ -211,6 +211,13 @@ def test_log_probabilities_of_a_completion_have_their_offsets() -> None:
     plain = whole(CompletionFormat, parsed(["hello"], top_logprobs=0), [ended(0, "abc", tops=5)])
     assert [len(top or ()) for top in plain["choices"][0]["logprobs"]["top_logprobs"]] == [1, 1, 1]
     assert plain["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2]
+
+
+def test_tokens_of_an_echo_begin_within_it() -> None:
+    """Its text may be shorter than theirs: it leaves special tokens out."""
+    places = TextPlaces()
+    places.echo("hi", 3)
+    assert places.of([TokenUpdate(0, text, None, None) for text in ("<s>", "h", "i", "!", "?")]) == [0, 2, 2, 2, 3]
 
 
 def test_offsets_count_characters() -> None:

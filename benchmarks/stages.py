@@ -27,14 +27,14 @@ from shoal.engine import commit, engine
 from shoal.models import cache, runner
 from shoal.models.lean.steps import LeanSteps
 from shoal.models.runner import Runner
-from shoal.sampling import acceptance, scores
+from shoal.sampling import acceptance, distributions
 from shoal.types.stats import Stats
 
 WATCHED: dict[str, tuple[Any, str]] = {
     "drafter: draws": (draft_model, "draws"),
     "drafter: steps in one call": (LeanSteps, "__call__"),
     "noise": (acceptance.Rejection, "uniforms"),
-    "target: distributions": (scores.Scores, "p"),
+    "target: distributions": (distributions.Scores, "p"),
     "acceptance": (acceptance.Rejection, "decide"),
     "log-probabilities": (commit, "logprobs_of"),
     "commit": (engine, "commit"),

@@ -21,9 +21,8 @@ from shoal.bench.machine import machine
 from shoal.config import Sampling
 from shoal.engine import commit
 from shoal.sampling.acceptance import RULES
-from shoal.sampling.distributions import probabilities
+from shoal.sampling.distributions import Scores, probabilities
 from shoal.sampling.drawing import draw
-from shoal.sampling.scores import Scores
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions
 

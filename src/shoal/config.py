@@ -118,12 +118,12 @@ class Sampling:
         typical_p: locally typical sampling mass (Meister et al. 2022), in (0, 1]; 1 = off.
         guidance: the strength by which scores are led away from a second model, `load(guide=...)`:
             log p + guidance * (log p - log p of the guide); negative = towards it; 0 = off
-            (`shoal.sampling.scores`).
+            (`shoal.sampling.guidance`).
         plausibility: with guidance, keep tokens whose p is at least this times the highest p, both
             before guidance, in [0, 1]; 0 = off.
         posterior: with guidance, samples are led by the posterior of the expert's class after the
             whole new text instead of by the next token alone; its log-odds per token times this,
-            >= 0; 0 = off (`shoal.sampling.scores`).
+            >= 0; 0 = off (`shoal.sampling.guidance`).
         negative_prompt: with guidance, the token ids that the guide reads in place of the prompt;
             empty = the prompt. (A text goes to `generate(negative_prompt=...)`.)
         positive_prompt: the same for the expert.

@@ -59,7 +59,7 @@ def load(
             bundled).
         guide: a second model with the target's tokenizer, given like the target, or "draft" for the
             draft model: samples with `guidance` are those of the target led away from it (see
-            `shoal.sampling.scores`). "target": the target itself, for samples with a
+            `shoal.sampling.guidance`). "target": the target itself, for samples with a
             `negative_prompt`. None = there is none.
         expert: a third such model, or "draft", or "target" (for a `positive_prompt`): samples with
             `guidance` are led from the guide towards it (proxy tuning). None = towards the target.

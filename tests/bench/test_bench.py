@@ -39,7 +39,7 @@ from shoal.errors import InternalError
 from shoal.loader import load
 from shoal.models.load_report import described
 from shoal.sampling.acceptance import RULES
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.testing import save_pair
 from shoal.types import stats
 from shoal.types.trees import DraftTree, Verdict

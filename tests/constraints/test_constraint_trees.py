@@ -29,7 +29,7 @@ from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.testing import END, VOCABULARY
 from shoal.testing.scripted import scripted
 from shoal.types.requests import Request, Row

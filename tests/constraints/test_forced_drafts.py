@@ -31,8 +31,7 @@ from shoal.drafting.tree_model import tree_drafter
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.distributions import probabilities
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores, probabilities
 from shoal.testing import END, VOCABULARY
 from shoal.testing.scripted import hashed, mixed, says, scripted, table_model
 from shoal.types.requests import Request, Row

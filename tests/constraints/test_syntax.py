@@ -26,7 +26,7 @@ from shoal.constraints.syntax.python import Middle, PythonMiddle, ends_program
 from shoal.constraints.syntax.viable import is_complete, is_viable
 from shoal.constraints.token_bytes import token_bytes
 from shoal.engine import checks
-from shoal.engine.ended_rows import end_scores
+from shoal.engine.commit import end_scores
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection

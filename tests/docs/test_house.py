@@ -76,7 +76,7 @@ TORCH_FREE = (
     "errors durable values config stored_problems lookahead types.requests types.samples types.rounds "
     "types.arguments types.stats "
     "engine.scheduler engine.admission engine.waiting engine.admission engine.detokenizer "
-    "engine.ended_rows constraints.json_schemas constraints.schema_checks constraints.schema_proofs "
+    "engine.stop_strings constraints.json_schemas constraints.schema_checks constraints.schema_proofs "
     "constraints.grammar_sources models.sources models.head_start "
     "drafting.draft drafting.registry"
 )

@@ -34,7 +34,7 @@ from shoal.models.cache import SlotCache, pass_plan
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.testing import save_pair, tiny_model
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import History, hashed, scripted

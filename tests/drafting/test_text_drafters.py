@@ -37,7 +37,7 @@ from shoal.lookahead.controller import Controller, Fixed
 from shoal.lookahead.costs import PairCosts
 from shoal.models.loading import wrap
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.testing import tiny_model
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, mixed, scripted

@@ -32,7 +32,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import by_name
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.acceptance.by_q import accept_recursively
+from shoal.sampling.acceptance.rejection import accept_recursively
 from shoal.testing.drafters import check_drafter
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.types.requests import Request, Row
@@ -132,7 +132,7 @@ def test_a_residual_by_q_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor, sampled: Tensor) -> Any:
         return accept_recursively(p, q, tokens, uniforms)
 
-    monkeypatch.setattr("shoal.sampling.acceptance.by_q.accept_recursively", wrong)
+    monkeypatch.setattr("shoal.sampling.acceptance.rejection.accept_recursively", wrong)
     assert (committed(p, q, joined(bushy, GUESSES["a tree"]))[0] - chain_rule(p, HORIZON)).abs().max() > 1e-3
 
 

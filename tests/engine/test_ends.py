@@ -1,6 +1,6 @@
 """How rows end: EOS, stop strings, limits, time, cancellation; what is cut, what is shown, and the same with speculation.
 
-Tests of: engine.detokenizer, engine.ended_rows, engine.stream.
+Tests of: engine.detokenizer, engine.stop_strings, engine.stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from endings import DRAFTERS, PROMPT, TOKENIZER, assert_consistent, encode, only
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.engine.detokenizer import Detokenizer
-from shoal.engine.ended_rows import Passages, Stops
+from shoal.engine.stop_strings import Passages, Stops
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.testing import END

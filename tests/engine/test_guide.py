@@ -2,7 +2,7 @@
 
 Scripts say something else after any change of their history, so that a guide with a stale, lost or foreign token says another p'.
 
-Tests of: engine.guide, engine.verify, engine.running_rows, sampling.scores, drafting.draft_slots.
+Tests of: engine.guide, engine.verify, engine.running_rows, sampling.guidance, drafting.draft_slots.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from shoal.engine.guide import Guide
 from shoal.errors import BadLogits, InternalError, RequestError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.scores import guided
+from shoal.sampling.guidance import guided
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import runner, scripted, table_model
 from shoal.types.requests import Request, Row

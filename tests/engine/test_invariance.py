@@ -4,7 +4,7 @@ Sampled, float32, fixed draft length, a drafter that is right now and then: the 
 and accepted tokens of each row). Controllers such as bass look at the whole batch, so for them only the law is the same
 (test_exact_distribution.py).
 
-Tests of: sampling.uniforms, sampling.scores, engine.scheduler, engine.memory.
+Tests of: sampling.uniforms, sampling.distributions, engine.scheduler, engine.memory.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Greedy rows equal plain decoding with any drafter. Sampled rows do when the drafter is the target, since both draw a token with the
 same uniform. Plain decoding is `shoal.testing.reference`: one row, no cache, no batch, a stock Transformers model.
 
-Tests of: engine.commit, engine.ended_rows, types.trees, engine.engine.
+Tests of: engine.commit, engine.logprobs, types.trees, engine.engine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformers.generation.logits_process import MinPLogitsWarper, RepetitionP
 
 from noisy_heads import noisy
 from shoal.config import Limits, Sampling
-from shoal.engine.commit import _raw
 from shoal.engine.engine import Engine
+from shoal.engine.logprobs import _raw
 from shoal.lookahead.controller import Fixed, Lookahead
 from shoal.sampling.distributions import probabilities
 from shoal.testing import reference, tiny_model

@@ -2,7 +2,7 @@
 
 The classes are two models, or one model after two control codes.
 
-Tests of: sampling.scores, engine.verify, engine.running_rows, types.requests.
+Tests of: sampling.guidance, engine.verify, engine.running_rows, types.requests.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shoal.engine.engine import Engine
 from shoal.engine.verify import verify
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
-from shoal.sampling import scores
+from shoal.sampling import guidance
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.scores import ClassOdds
+from shoal.sampling.guidance import ClassOdds
 from shoal.testing.scripted import scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree
@@ -229,5 +229,5 @@ SABOTAGES: dict[str, tuple[str, str, Any]] = {
 def test_wrong_odds_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts, method, wrong = SABOTAGES[name]
     assert as_decoded(led(MADE[drafts])[1], expert=EXPERT)
-    monkeypatch.setattr(scores.ClassOdds, method, wrong)
+    monkeypatch.setattr(guidance.ClassOdds, method, wrong)
     assert not as_decoded(led(MADE[drafts])[1], expert=EXPERT)

@@ -14,7 +14,7 @@ import torch
 from endings import DRAFTERS, PROMPT, TOKENIZER, encode, only, stream_of
 from shoal.api import Shoal
 from shoal.engine.detokenizer import Detokenizer
-from shoal.engine.ended_rows import Stops
+from shoal.engine.stop_strings import Stops
 from shoal.testing import BEGIN, END, PAD, VOCABULARY
 from shoal.testing.scripted import one_hot, says, scripted
 

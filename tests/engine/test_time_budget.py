@@ -12,8 +12,7 @@ import pytest
 from clocks import Timed
 from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
-from shoal.serve.submissions import Submission
-from shoal.serve.worker import Worker
+from shoal.serve.worker import Submission, Worker
 from shoal.types.requests import Request, Row
 from shoal.types.samples import FINISH_REASONS, Sample, ranked
 

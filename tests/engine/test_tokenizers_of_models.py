@@ -20,7 +20,7 @@ from shoal.cli.conversation import ChatWriter, message
 from shoal.constraints.fim import middle_prompt, repository
 from shoal.constraints.token_bytes import token_bytes
 from shoal.engine.detokenizer import Detokenizer, special_tokens
-from shoal.engine.ended_rows import Stops
+from shoal.engine.stop_strings import Stops
 from shoal.errors import RequestError
 from shoal.evaluation.cuts import tokens_of
 from shoal.evaluation.sampling import spans

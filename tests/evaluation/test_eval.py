@@ -22,7 +22,7 @@ from sandboxes import strongest
 from shoal.api import Shoal
 from shoal.cli import run as command_line
 from shoal.cli.eval_kinds import show_table
-from shoal.engine.ended_rows import finish
+from shoal.engine.commit import finish
 from shoal.errors import RequestError
 from shoal.evaluation import figure as figures
 from shoal.evaluation.journal import FIGURE, GRADES, PAGE, SAMPLES, SUMMARY, Evaluation, Journal

@@ -17,7 +17,7 @@ from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Fixed, by_name
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.testing.scripted import hashed, scripted, table_model
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions, Verdict

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from shoal.config import Sampling
-from shoal.sampling.acceptance import Rejection, by_q
-from shoal.sampling.acceptance.by_q import Choice, accept_independent, accept_recursively, gamma
-from shoal.sampling.scores import Scores
+from shoal.sampling.acceptance import Rejection, walk
+from shoal.sampling.acceptance.rejection import accept_independent, accept_recursively, gamma
+from shoal.sampling.acceptance.walk import Choice
+from shoal.sampling.distributions import Scores
 from shoal.types.requests import Request, Row
 from shoal.types.trees import DraftTree, Positions, Siblings
 
@@ -178,15 +179,15 @@ def committed(p: Tensor, q: Tensor, shape: Callable[[Tree], None], independent: 
         return weights.argmax(-1)
 
     drafted: dict[int, bool] = {}
-    real, by_q.draw = by_q.draw, noted
+    real, walk.draw = walk.draw, noted
     try:
         verdict = Rejection().decide(tree, scores, u)
     finally:
-        by_q.draw = real
+        walk.draw = real
     paths, ended = verdict.lists
     for own, path, token, probs in zip(tree.drafts, paths, ended, verdict.probs.tolist(), strict=True):
-        walk = [0, *(own[node] for node in path), token]
-        expected = [float(p[a, b]) for a, b in itertools.pairwise(walk)]
+        tokens = [0, *(own[node] for node in path), token]
+        expected = [float(p[a, b]) for a, b in itertools.pairwise(tokens)]
         assert max(abs(a - b) for a, b in zip(probs, expected, strict=False)) < 1e-9, "probabilities are the target's"
     law, accepted = torch.zeros([p.shape[-1]] * HORIZON, dtype=torch.float64), 0.0
     for row, ((weight, (grown, _)), path) in enumerate(zip(cases, paths, strict=True)):

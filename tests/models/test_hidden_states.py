@@ -1,6 +1,6 @@
 """Hidden states of the target for drafters that ask for them: the right ones at every committed position, and none otherwise.
 
-Tests of: models.passes, drafting.trained_heads, sampling.scores.
+Tests of: models.passes, drafting.trained_heads, sampling.distributions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.models.passes import choose_passes
 from shoal.models.runner import Runner
 from shoal.native.build import missing
 from shoal.sampling.acceptance import Coupled
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.testing import tiny_model
 from shoal.testing.drafters import RandomTrees
 from shoal.types.requests import Request, Row

@@ -3,7 +3,7 @@
 A check that cannot fail proves nothing. Every test here sabotages one function of the real path and asserts that the p-value falls
 below the threshold, that the exact law moves away, or that ids or counts differ.
 
-Tests of: engine.verify, sampling.acceptance.rejection, sampling.scores, sampling.uniforms.
+Tests of: engine.verify, sampling.acceptance.rejection, sampling.distributions, sampling.uniforms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.config import Limits, Sampling
 from shoal.lookahead.controller import Fixed
 from shoal.models.cache import SlotCache
 from shoal.sampling.acceptance import Rejection, rejection
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.sampling.uniforms import Purpose, row_seed
 from shoal.testing import VOCABULARY
 from shoal.testing.drafters import engine_of

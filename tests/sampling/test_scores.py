@@ -1,6 +1,6 @@
 """The kernel in C and tensors decide alike, by the history of each column.
 
-Tests of: sampling.acceptance.rejection, sampling.distributions, sampling.scores.
+Tests of: sampling.acceptance.rejection, sampling.distributions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from shoal.errors import RequestError
 from shoal.native.build import missing
 from shoal.sampling import controls, native_draws
 from shoal.sampling.acceptance import RULES, Rule
-from shoal.sampling.distributions import probabilities
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores, probabilities
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Faults
 from shoal.types.trees import DraftTree, Positions, Verdict

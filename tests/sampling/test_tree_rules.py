@@ -3,7 +3,7 @@
 `outcomes` runs a program once for each sequence of draws that it may make; all its results are then decided in one call of the real
 code. The token that ends a round is not drawn: the weights that it would be drawn from are noted instead.
 
-Tests of: sampling.acceptance.by_q.
+Tests of: sampling.acceptance.rejection, sampling.acceptance.walk.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from enumeration import chain_rule
 from laws import PAIRS, table
-from shoal.sampling.acceptance import by_q
-from shoal.sampling.acceptance.by_q import Choice, accept_independent, accept_recursively, gamma
+from shoal.sampling.acceptance import rejection
+from shoal.sampling.acceptance.rejection import accept_independent, accept_recursively, gamma
+from shoal.sampling.acceptance.walk import Choice
 from tree_laws import DIFFERENT, EXACT, HORIZON, Tree, bushy, by_depths_below, committed, nothing, thresholds
 
 EDGE = 1e-7
@@ -109,13 +110,23 @@ def test_gamma_is_the_least_that_is_valid() -> None:
 
 
 ONE_COLUMN: dict[str, tuple[Choice, Any, str, Callable[..., Any]]] = {
-    "q is not renormalised": (accept_recursively, by_q, "without", lambda q, x: q.scatter(1, x, 0.0)),
-    "siblings as if drawn with replacement": (accept_recursively, by_q, "without", lambda q, x: q),
-    "p stays as it is": (accept_recursively, by_q, "residual", lambda p, q: p),
-    "the same uniform for each sibling": (accept_recursively, by_q, "_spread", lambda u, a: u),
-    "gamma of one candidate": (accept_independent, by_q, "gamma", lambda p, q, k: torch.ones(len(p), dtype=torch.float64)),
-    "replacement from p": (accept_independent, by_q, "_rest", lambda p, share, k: p),
-    "what one draw accepts taken off p": (accept_independent, by_q, "_rest", lambda p, share, k: (p - share).clamp(min=0)),
+    "q is not renormalised": (accept_recursively, rejection, "without", lambda q, x: q.scatter(1, x, 0.0)),
+    "siblings as if drawn with replacement": (accept_recursively, rejection, "without", lambda q, x: q),
+    "p stays as it is": (accept_recursively, rejection, "residual", lambda p, q: p),
+    "the same uniform for each sibling": (accept_recursively, rejection, "_spread", lambda u, a: u),
+    "gamma of one candidate": (
+        accept_independent,
+        rejection,
+        "gamma",
+        lambda p, q, k: torch.ones(len(p), dtype=torch.float64),
+    ),
+    "replacement from p": (accept_independent, rejection, "_rest", lambda p, share, k: p),
+    "what one draw accepts taken off p": (
+        accept_independent,
+        rejection,
+        "_rest",
+        lambda p, share, k: (p - share).clamp(min=0),
+    ),
 }
 
 
@@ -130,7 +141,7 @@ def test_wrong_rules_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_larger_gamma_is_exact_and_accepts_less(monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = (values[0] for values in PAIRS["random"](5, 7))
     least = law_of_column(accept_independent, p, q, 3)[1]
-    monkeypatch.setattr(by_q, "gamma", lambda p, q, k: k.double())
+    monkeypatch.setattr(rejection, "gamma", lambda p, q, k: k.double())
     monkeypatch.setattr("tree_laws.gamma_of", lambda p, q, k: k)
     law, accepted = law_of_column(accept_independent, p, q, 3)
     torch.testing.assert_close(law, p, rtol=0, atol=EXACT)

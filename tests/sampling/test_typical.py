@@ -1,6 +1,6 @@
 """Typical acceptance: as published, exact for greedy rows, and named as lossy in every output.
 
-Tests of: sampling.acceptance.one_sample, sampling.scores, sampling.uniforms.
+Tests of: sampling.acceptance.one_sample, sampling.distributions, sampling.uniforms.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shoal.errors import RequestError
 from shoal.evaluation.sampling import SamplingConfig
 from shoal.sampling.acceptance import RULES, Typical
 from shoal.sampling.acceptance.one_sample import plausible
+from shoal.sampling.distributions import Scores
 from shoal.sampling.drawing import inverse_transform
-from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import round_uniforms
 from shoal.testing import reference
 from shoal.types.requests import Request, Row

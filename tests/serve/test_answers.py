@@ -1,6 +1,6 @@
 """Answers written from rows that are made by hand, without a model: every figure of `usage`, of choices and of their streams.
 
-Of `shoal.serve.responses`, `api_formats`, `submissions` and `scoring`.
+Of `shoal.serve.responses`, `api_formats`, `worker` and `scoring`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shoal.serve.prometheus_metrics import Metrics
 from shoal.serve.reasoning import ReasoningRules
 from shoal.serve.request_builder import ParsedRequest
 from shoal.serve.responses import ApiResponse, event
-from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.token_details import CHUNK_TOKENS, Scoring
 from shoal.serve.tool_calls import HERMES, Call, CallRules
+from shoal.serve.worker import RowUpdate, Submission, TokenUpdate
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
@@ -542,7 +542,7 @@ def test_a_stop_string_takes_its_tokens_away() -> None:
 def test_unread_updates_of_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     one = ended(0, "abc", tops=2)
     assert one.size == 500 + 4 * 3 + 250 * 3 + 100 * 6
-    monkeypatch.setattr("shoal.serve.submissions.MAX_UNREAD_BYTES", 2 * one.size)
+    monkeypatch.setattr("shoal.serve.worker.MAX_UNREAD_BYTES", 2 * one.size)
 
     async def run(stream: bool) -> list[bool]:
         sub = submission(stream=stream)

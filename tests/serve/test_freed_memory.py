@@ -20,7 +20,7 @@ import pytest
 
 from serving import TIMEOUT_SECONDS, eventually, pair, served
 from shoal.serve import app, routes
-from shoal.serve.submissions import Submission
+from shoal.serve.worker import Submission
 from shoal.types.requests import Row
 
 needs_glibc = pytest.mark.skipif(routes.trimmer() is None or sys.platform != "linux", reason="glibc gives memory back")
@@ -60,7 +60,7 @@ def test_caches_go_back_once_no_row_is_left() -> None:
         engine = server.worker.thread.engine
 
         def give_back() -> None:
-            server.worker.give_back()
+            server.worker.thread.give_back()
             asyncio.run_coroutine_threadsafe(server.worker.thread.call(lambda: None), server.worker.thread._loop).result()
 
         with httpx.stream(

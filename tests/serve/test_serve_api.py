@@ -25,7 +25,7 @@ from serving import CONTEXT, Served, legible, pair, served
 from shoal import __version__
 from shoal.api import Shoal
 from shoal.config import Grammar
-from shoal.engine import ended_rows
+from shoal.engine.commit import finish as finished_sample
 from shoal.serve.token_details import ChoiceDetails, name_and_bytes
 from shoal.testing import VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import says, scripted
@@ -486,7 +486,7 @@ def test_best_of_prefers_samples_that_were_in_time(server: Served, monkeypatch: 
     late = {sample.token_ids for sample in ranked[:3]}
 
     def finish(row: Row, now: float) -> Sample:
-        sample = ended_rows.finish(row, now)
+        sample = finished_sample(row, now)
         return replace(sample, in_time=sample.token_ids not in late)
 
     monkeypatch.setattr("shoal.engine.commit.finish", finish)

@@ -1,6 +1,6 @@
 """What a server does when clients, models, memory or its own thread fail: it says so, gives everything back, and lives on.
 
-Tests of: serve.worker, serve.engine_thread, serve.submissions, serve.access, serve.run,
+Tests of: serve.worker, serve.engine_thread, serve.worker, serve.access, serve.run,
 serve.token_details, cli.serve.
 """
 

@@ -1,6 +1,6 @@
 """Clients that do not read their streams: they take no place of others, no memory without bound, and are cut off in the end.
 
-Tests of: serve.run, serve.submissions.
+Tests of: serve.run, serve.worker.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 import serving
 from serving import TIMEOUT_SECONDS, Gate, Served, eventually, legible, pair, status
 from serving_faults import asking, assert_all_given_back, connect_narrowly, narrow
-from shoal.serve import run, submissions
+from shoal.serve import run, worker
 from shoal.serve.run import MIN_READ_BYTES, LimitedProtocol
-from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
+from shoal.serve.worker import RowUpdate, Submission, TokenUpdate
 
 __all__ = ["narrow"]  # a fixture
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 80, "logprobs": 20, "stream": True}
@@ -88,7 +88,7 @@ def trickle(connection: socket.socket, over: threading.Event) -> None:
 
 def test_what_waits_for_a_reader_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond, its rows are cancelled, though they could run on."""
-    monkeypatch.setattr(submissions, "MAX_UNREAD_BYTES", 50_000)
+    monkeypatch.setattr(worker, "MAX_UNREAD_BYTES", 50_000)
     gate = Gate(legible(0), length=10**6)
     with serving.served(pair(gate)) as server, reader(server, n=2, max_tokens=900):
         (submission,) = server.worker._submissions
@@ -107,14 +107,14 @@ def assert_all_given_back_but_one(server: Served) -> None:
 
 def test_only_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server itself reads for an answer in one piece, and all rows may end in one round."""
-    monkeypatch.setattr(submissions, "MAX_UNREAD_BYTES", 5000)
+    monkeypatch.setattr(worker, "MAX_UNREAD_BYTES", 5000)
     with serving.served(pair()) as server:
         assert server.post(n=8, max_tokens=64, logprobs=5).status_code == 200
 
 
 def test_a_reader_that_keeps_up_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has read does not count."""
-    monkeypatch.setattr(submissions, "MAX_UNREAD_BYTES", 100_000)
+    monkeypatch.setattr(worker, "MAX_UNREAD_BYTES", 100_000)
 
     async def read() -> None:
         submission = Submission([], 1, stream=True, detailed=True)

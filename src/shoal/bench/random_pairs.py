@@ -27,8 +27,7 @@ from shoal.models.passes import choose_passes
 from shoal.models.quantize import parse as parse_formats
 from shoal.models.quantize import quantized
 from shoal.sampling.acceptance import Rejection, by_rejection, rejection_by_tensors
-from shoal.sampling.distributions import Sampler
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Sampler, Scores
 from shoal.sampling.uniforms import Purpose
 from shoal.types.trees import DraftTree, Verdict
 

@@ -43,7 +43,7 @@ from shoal.models.eagle3_layer import (
     published_layers,
 )
 from shoal.models.runner import Runner
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import PrefillChunk
 from shoal.types.trees import DraftTree, Verdict

@@ -29,7 +29,7 @@ from shoal.drafting.trained_heads import kept_states
 from shoal.errors import InternalError
 from shoal.models.runner import Runner
 from shoal.models.target_models import first_layers, head_of, layer_count
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree, Verdict
 

@@ -32,9 +32,8 @@ from shoal.models.lean.steps import Drawing, lean_steps
 from shoal.models.runner import Runner
 from shoal.models.vocabulary import SharedIds, SharedTokens
 from shoal.sampling.controls import change
-from shoal.sampling.distributions import RACES, draws
+from shoal.sampling.distributions import RACES, Scores, draws
 from shoal.sampling.native_draws import knows
-from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Faults, PrefillChunk
 from shoal.types.trees import DraftTree, Positions, Verdict, chains

@@ -29,7 +29,7 @@ from shoal.drafting.protocol import DraftInputs
 from shoal.drafting.string_rejection import ROOM, StringRejection
 from shoal.models.runner import Runner
 from shoal.models.vocabulary import Vocabularies
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import PrefillChunk
 from shoal.types.trees import DraftTree, Verdict

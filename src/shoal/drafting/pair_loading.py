@@ -94,7 +94,7 @@ class DraftModel:
     def require_guide(self) -> None:
         """Raises PairMismatch if the model cannot guide the target.
 
-        See `shoal.sampling.scores`.
+        See `shoal.sampling.guidance`.
         """
         if self.proposable != Proposable():
             raise PairMismatch(

@@ -44,7 +44,7 @@ from shoal.drafting.trained_heads import (
 )
 from shoal.errors import ModelError, RequestError
 from shoal.models.runner import Runner
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree, Probes, Verdict
 

@@ -18,8 +18,7 @@ from shoal.config import MOST_NODES
 from shoal.drafting.distillation import Learner
 from shoal.errors import InternalError, RequestError, UnsupportedModel
 from shoal.models.runner import Runner
-from shoal.sampling.distributions import RACES
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import RACES, Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import PrefillChunk
 from shoal.types.trees import DraftTree, Verdict

@@ -26,7 +26,7 @@ import torch
 from shoal.drafting.protocol import Keeps
 from shoal.drafting.text import Guess, TextDrafter, probable
 from shoal.models.runner import Runner
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.types.requests import Request, Row
 from shoal.types.trees import Positions, Verdict
 

@@ -25,7 +25,7 @@ from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import DraftCounters, Drafter, DraftInputs, Keeps, name_of
 from shoal.drafting.text import NOTHING, Guess, TextDrafter, with_point_masses
 from shoal.models.runner import Runner
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.sampling.uniforms import tree_uniforms
 from shoal.types.requests import Row
 from shoal.types.rounds import PrefillChunk

@@ -23,7 +23,7 @@ from shoal.drafting.protocol import Drafter, Keeps
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
 from shoal.models.runner import Runner
 from shoal.models.structure import Belongings
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import PrefillChunk
 from shoal.types.trees import Verdict

@@ -22,8 +22,7 @@ from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.shapes import RsdS, shape_of
 from shoal.errors import UnsupportedModel
 from shoal.models.runner import Runner
-from shoal.sampling.distributions import probabilities
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores, probabilities
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Faults
 from shoal.types.trees import DraftTree, Positions, Verdict

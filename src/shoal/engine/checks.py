@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shoal.errors import RequestError
 from shoal.sampling.controls import all_controlled
+from shoal.sampling.distributions import Scores
 from shoal.sampling.drawing import Following, Phantoms, awrs, draw
-from shoal.sampling.scores import Scores
 from shoal.sampling.uniforms import Purpose, uniforms
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree, Verdict

@@ -1,202 +1,27 @@
-"""Accepted tokens -> rows, with log-probabilities: EOS, stop strings, criteria, limits, faults.
+"""Commits accepted tokens to their rows, and makes samples of the rows that end.
 
-The earliest end wins, also inside a block. The log-probabilities are those under the target, before
-and after processing.
+A row ends by EOS, a stop string, a criterion, a limit or a fault; the earliest end wins, also
+inside a block. The text of running rows that may be shown is taken here, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, zip_longest
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.constraints import masks
-from shoal.constraints.estimates import DrawnValues, log_weights
-from shoal.engine.ended_rows import finish, visible_text
-from shoal.engine.multi_step import PlainRun
+from shoal.engine.logprobs import Logprobs, logprobs_of
 from shoal.errors import RequestError, ShoalError
-from shoal.sampling.controls import unbound
+from shoal.sampling.distributions import Scores
 from shoal.sampling.processors import name_of
-from shoal.sampling.scores import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit, Faults
-from shoal.types.samples import TopLogprobs
-from shoal.types.trees import DraftTree, Verdict
-
-_TOGETHER = 1 << 21
-"""The number of logits normalised at a time: more of them leave a CPU's caches."""
-
-
-class Logprobs(NamedTuple):
-    """The natural-log probabilities of the tokens of a row's round.
-
-    Attributes:
-        raw: the log-probabilities before processing.
-        processed: the log-probabilities after processing.
-        top: the most probable tokens, if the row's request asks for them.
-        weights: see `Row.log_weight`.
-        ends: the log-probabilities of the EOS tokens, see `Row.end_logprobs`.
-        seen: the values from which estimates learn (`shoal.constraints.estimates`).
-    """
-
-    raw: Sequence[float]
-    processed: Sequence[float]
-    top: Sequence[TopLogprobs] = ()
-    weights: Sequence[float] = ()
-    ends: Sequence[float] = ()
-    seen: Sequence[DrawnValues] = ()
-
-    def add(self, row: Row, taken: int) -> None:
-        """Adds the values of the first `taken` tokens, which are the row's last, to the row."""
-        row.logprobs += self.raw[:taken]
-        row.processed_logprobs += self.processed[:taken]
-        row.top_logprobs += self.top[:taken]
-        row.log_allowed += sum(self.weights[:taken])
-        row.log_weight += sum(self.weights[:taken])
-        row.end_logprobs += self.ends[:taken]
-        if row.beginning is not None and taken:
-            row.beginning = row.beginning.learn(row.tokens[-taken:], self.seen[:taken])
-
-
-def logprobs_of(
-    rows: Sequence[Row],
-    blocks: Sequence[Sequence[int]],
-    columns: Sequence[Sequence[int]],
-    scores: Scores,
-    verdict: Verdict,
-) -> list[Logprobs]:
-    """Returns the log-probabilities of each row's block, before the round is committed.
-
-    Args:
-        rows: the rows.
-        blocks: the tokens of each row.
-        columns: for each token, the column of the pass that predicts it.
-        scores: the target's scores.
-        verdict: the verdict of the rule.
-    """
-    known = verdict.raw_logprobs
-    raw = _raw(scores.logits, blocks, columns) if known is None else known.tolist()
-    processed = verdict.probs.log().tolist()
-    found = []
-    for b, row in enumerate(rows):
-        if not (row.request.top_logprobs or row.request.weighted or row.cutting is not None):
-            found.append(Logprobs(raw[b], processed[b]))
-            continue
-        weights, seen = _weights(scores, row, b, blocks[b], columns[b])
-        if row.request.distinct:
-            processed[b] = [math.log(each.p) if each.p else -math.inf for each in seen]
-        checked = verdict.check_weights.get(b, ())
-        weights = [one + other for one, other in zip_longest(weights, checked, fillvalue=0.0)]
-        top, ends = _top(scores, row, b, columns[b]), _ends(scores, row, b, columns[b])
-        found.append(Logprobs(raw[b], processed[b], top, weights, ends, seen))
-    return found
-
-
-def _ends(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[float]:
-    """Returns the natural log of the probability of the row's EOS tokens at its columns.
-
-    The probability is that of the logits alone. The list is empty unless a check may cut the row.
-    """
-    if row.cutting is None or not columns:
-        return []
-    logprobs = _log_softmax(scores.logits[place, list(columns)])
-    return logprobs[:, sorted(row.eos)].logsumexp(-1).tolist()
-
-
-def _weights(
-    scores: Scores, row: Row, place: int, block: Sequence[int], columns: Sequence[int]
-) -> tuple[list[float], list[DrawnValues]]:
-    """Returns the natural logs of the weights of a row's block, and the values for estimates.
-
-    A weight is the probability under p, without the row's constraints, of the tokens that the
-    constraints allow, at each token of the block for which they hold. Both lists are empty unless
-    the row's request asks for weights. Under estimates, the weights are those that the estimates
-    leave. Where texts are drawn without replacement, they are not, and the values are those of p
-    given that each token is allowed, of all tokens.
-    """
-    distinct = row.request.distinct
-    count = len(block) if distinct else masks.bound(row, block) if row.request.weighted else 0
-    if not count:
-        return [], []
-    own, sampling = scores.of_row(place), row.request.sampling
-    logits, positions = own.logits, own.positions
-    allowed = masks.allowed(positions, logits)
-    at = list(columns[:count])
-    free = unbound(logits, sampling, positions, {})[0, at].double()
-    inside = (free / sampling.temperature).log_softmax(-1)
-    if allowed is not None:
-        inside = inside.masked_fill(~allowed[0, at], -math.inf)
-    masses = inside.logsumexp(-1)
-    if row.beginning is None:
-        return masses.tolist(), []
-    if distinct:
-        return masses.tolist(), _seen(row, block, inside - masses[:, None])
-    return log_weights(row.beginning, block[:count], inside), _seen(row, block[:count], inside)
-
-
-def _seen(row: Row, block: Sequence[int], inside: Tensor) -> list[DrawnValues]:
-    """Returns the values for estimates.
-
-    Args:
-        inside: natural log of p at each token, [tokens, vocab]; -inf for tokens that are not
-            allowed.
-    """
-    drawn = inside[range(len(block)), list(block)].exp().tolist()
-    counts = inside.isfinite().sum(-1).tolist()
-    nodes = [row.beginning.after(block[:place]) for place in range(len(block))]
-    known = [[] if node is None else list(node.children) for node in nodes]
-    for place, token in enumerate(block):
-        inside[place, [*known[place], token]] = -math.inf
-    rests = inside.logsumexp(-1).exp().tolist()
-    return [DrawnValues(*each) for each in zip(counts, drawn, rests, map(len, known), strict=True)]
-
-
-def _raw(
-    logits: Tensor, blocks: Sequence[Sequence[int]], columns: Sequence[Sequence[int]]
-) -> list[list[float]]:
-    """Returns the log-probabilities of each block's tokens by the logits alone."""
-    rows = [b for b, block in enumerate(blocks) for _ in block]
-    places = [
-        rows,
-        [column for own in columns for column in own],
-        [token for block in blocks for token in block],
-    ]
-    index = torch.tensor(places, dtype=torch.long, device=logits.device)
-    at = max(1, _TOGETHER // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(rows))
-    found: list[float] = []
-    for row, column, token in index.split(at, dim=1) if rows else ():
-        found += _log_softmax(logits[row, column]).gather(1, token[:, None]).squeeze(1).tolist()
-    ends = list(accumulate(map(len, blocks)))
-    return [found[end - len(block) : end] for end, block in zip(ends, blocks, strict=True)]
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-
-
-def _top(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[TopLogprobs]:
-    """Returns the most probable tokens at the columns of a row that asks for them.
-
-    After processing there are fewer if fewer are possible.
-    """
-    n = row.request.top_logprobs
-    if not n or not columns:
-        return []
-    probs = scores.of_row(place).p()[0, list(columns)]
-    tops = [_pairs(_log_softmax(scores.logits[place, list(columns)]), n), _pairs(probs.log(), n)]
-    return [TopLogprobs(before, after) for before, after in zip(*tops, strict=True)]
-
-
-def _pairs(logprobs: Tensor, n: int) -> list[tuple[tuple[int, float], ...]]:
-    top = logprobs.topk(n)
-    return [
-        tuple((token, value) for token, value in zip(ids, values, strict=True) if value > -math.inf)
-        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    ]
+from shoal.types.samples import Sample
+from shoal.types.trees import DraftTree, PlainRun, Verdict
 
 
 def commit(
@@ -397,3 +222,93 @@ def _criteria_met(row: Row) -> bool:
         if met:
             return True
     return False
+
+
+def visible_text(row: Row, sample: Sample | None) -> str:
+    """Returns the new text of a row that may be shown now.
+
+    Returns "" if the text is not needed (`Row.needs_text`). A row that may be cut anywhere, become
+    a copy of another or begin again is shown once it has ended.
+
+    Args:
+        row: the row.
+        sample: the row's sample, if it has ended.
+    """
+    request = row.request
+    if row.needs_text and (row.cutting is not None or request.resampled or request.distinct):
+        return "" if sample is None else sample.text
+    return str(row.detokenizer.take(final=row.finish_reason is not None)) if row.needs_text else ""
+
+
+def finish(row: Row, now: float) -> Sample:
+    """Returns the sample of a row that has ended.
+
+    Its text and tokens are cut at the beginning of the stop string.
+
+    Args:
+        row: the row.
+        now: the seconds at the end of the round, by the clock of the row's deadline.
+    """
+    text, kept = "", row.new_tokens
+    if row.detokenizer is not None:
+        text, kept = row.detokenizer.finished(
+            [] if row.needs_text else row.tokens[row.prompt_length :], kept
+        )
+    text, kept, syntax = _cut(row, text, kept)
+    logprobs = row.logprobs[:kept]
+    return Sample(
+        text=text,
+        token_ids=tuple(row.tokens[row.prompt_length :][:kept]),
+        logprobs=tuple(logprobs),
+        processed_logprobs=tuple(row.processed_logprobs[:kept]),
+        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else math.nan,
+        finish_reason=row.finish_reason or "cancelled",
+        finished_at=now - row.request.submitted_at,
+        rounds=row.rounds,
+        drafted=row.drafted,
+        accepted=row.accepted,
+        target_passes=row.target_passes,
+        drafters=tuple(row.drafters[:kept]),
+        top_logprobs=tuple(row.top_logprobs[:kept]),
+        error=None if row.error is None else str(row.error),
+        in_time=row.deadline is None or now <= row.deadline,
+        by_drafter=row.by_drafter,
+        log_weight=row.log_weight if row.request.weighted else None,
+        log_allowed=row.log_allowed if row.request.weighted else None,
+        restored=row.restored,
+        syntax=syntax,
+    )
+
+
+def _cut(row: Row, text: str, kept: int) -> tuple[str, int, str | None]:
+    """Returns the text of a row, the number of its tokens, and `Sample.syntax`.
+
+    A row that did not end by itself is cut at its best end.
+    """
+    if row.cutting is None:
+        return text, kept, None
+    if row.finish_reason == "eos":
+        return text, kept, "complete"
+    tokens = row.tokens[row.prompt_length :][:kept]
+    scores = end_scores(row.logprobs[:kept], row.end_logprobs)
+    found = row.cutting.best_end(tokens, scores, len(text))
+    if found is None or row.finish_reason == "error":
+        return text, kept, "incomplete"
+    size, count = found
+    return text[:size], count, "cut"
+
+
+def end_scores(logprobs: Sequence[float], ends: Sequence[float]) -> list[float]:
+    """Returns the score of an end before all tokens, and within or behind each of them.
+
+    The score is the mean log-probability of the tokens up to the end and of an EOS (Melcer et al.,
+    arXiv 2402.17988).
+
+    Args:
+        logprobs: the log-probabilities of the tokens.
+        ends: the log-probabilities of an EOS in the place of each token, at least as many. The one
+            behind the last token is known only if more tokens were written; otherwise this place
+            comes last.
+    """
+    sums = [0.0, *accumulate(logprobs)]
+    return [(sums[i] + ends[i]) / (i + 1) if i < len(ends) else -math.inf for i in range(len(sums))]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
-from shoal.engine.ended_rows import NO_STOPS, RowStops, Stops
+from shoal.engine.stop_strings import NO_STOPS, RowStops, Stops
 
 CONTEXT = 8
 """The number of prompt tokens that are decoded together with new ones.

@@ -38,7 +38,7 @@ from shoal.lookahead.controller import Controller, Lookahead, as_controller
 from shoal.models.device import explained
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rejection, Rule
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.types.arguments import of_prompt
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import Commit

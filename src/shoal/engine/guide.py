@@ -1,5 +1,5 @@
 """The guide of a target, and its expert: models that read the text beside it
-(`sampling.scores`).
+(`sampling.guidance`).
 
 Between rounds the cache of each holds the tokens that the target's holds, the committed ones of
 each guided row except the last, after a prompt of its own if the row has one for it. A round feeds

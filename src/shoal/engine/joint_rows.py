@@ -43,7 +43,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 from shoal.constraints.estimates import Trie
-from shoal.engine.ended_rows import finish, visible_text
+from shoal.engine.commit import finish, visible_text
 from shoal.engine.running_rows import Batch
 from shoal.sampling.uniforms import Purpose, row_seed, uniforms
 from shoal.types.requests import Row

@@ -12,7 +12,6 @@ Other engines call this multi-step scheduling.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,41 +27,12 @@ from shoal.sampling.distributions import RACES
 from shoal.sampling.native_draws import knows
 from shoal.sampling.uniforms import UniformsAhead
 from shoal.types.requests import Row
-from shoal.types.trees import Verdict
+from shoal.types.trees import PlainRun
 
 MOST_ROUNDS = 8
 """The most rounds of a run."""
 MOST_TOKENS = 512
 """The most tokens of a run, rows times rounds: four rounds of 128 rows."""
-
-
-class PlainRun(NamedTuple):
-    """The draws of a run, by row and round.
-
-    Attributes:
-        tokens: the tokens.
-        raw: the natural logs of the tokens' probabilities by the logits alone.
-        processed: the natural logs of the tokens' probabilities under p.
-    """
-
-    tokens: list[list[int]]
-    raw: list[list[float]]
-    processed: list[list[float]]
-
-    @property
-    def rounds(self) -> int:
-        return len(self.tokens[0])
-
-    @property
-    def verdict(self) -> Verdict:
-        """The decision of the last round."""
-        last = torch.tensor([own[-1] for own in self.tokens])
-        return Verdict(torch.zeros_like(last), last, torch.tensor(self.processed)[:, -1:].exp())
-
-    @property
-    def no_logits(self) -> Tensor:
-        """Logits of no token, [rows, 1, 0]: those of a run are not kept."""
-        return torch.empty(len(self.tokens), 1, 0)
 
 
 class MultiStep:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.drafting.protocol import Drafter, name_of, observes_plain_rounds
-from shoal.engine.ended_rows import finish, visible_text
+from shoal.engine.commit import finish, visible_text
 from shoal.engine.guide import Guide
 from shoal.engine.memory import Memory
 from shoal.engine.prefix_cache import PrefixCache, prefill
@@ -16,7 +16,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.errors import BadLogits, ModelError, ShoalError
 from shoal.models.device import explained
 from shoal.models.runner import Runner
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit, PrefillChunk, PromptOrigin, ScheduledRound
 from shoal.types.stats import Stats

@@ -19,9 +19,9 @@ from shoal.constraints.filters import Filter, conjunction, matching
 from shoal.constraints.fim import read_middles
 from shoal.constraints.protocol import Check, Constraint, Cutting
 from shoal.engine.detokenizer import Detokenizer, characters
-from shoal.engine.ended_rows import Stops
 from shoal.engine.guide import Guide
 from shoal.engine.memory import Memory
+from shoal.engine.stop_strings import Stops
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
 from shoal.models.sources import people_call

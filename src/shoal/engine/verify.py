@@ -30,8 +30,9 @@ from shoal.lookahead import Controller
 from shoal.models.prompt_passes import carries_prompts, feed_carrying
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule
+from shoal.sampling.distributions import Scores
 from shoal.sampling.drawing import finite
-from shoal.sampling.scores import ClassOdds, Scores, guided
+from shoal.sampling.guidance import ClassOdds, guided
 from shoal.sampling.uniforms import UniformsAhead
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit, PrefillChunk

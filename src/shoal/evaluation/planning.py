@@ -25,7 +25,7 @@ from shoal.drafting.protocol import Drafter
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.text import TextDrafter
 from shoal.engine.detokenizer import Detokenizer
-from shoal.engine.ended_rows import Stops
+from shoal.engine.stop_strings import Stops
 from shoal.errors import RequestError
 from shoal.evaluation.public_tests import Rewards
 from shoal.evaluation.sampling import SamplingConfig

@@ -1,5 +1,7 @@
 """The declared distribution of logits: one function for target, drafter and plain decoding.
 
+`Scores` are the logits of a draft tree with the distributions that a decision on it asks for.
+
 Speculative sampling returns samples of the target's declared distribution p whatever the drafter's
 q is, provided that p at a position depends on nothing but the position's logits and history. So
 every control is applied here, to both models, at each drafted position with the history that the
@@ -12,6 +14,7 @@ else operations of torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -19,11 +22,13 @@ from torch import Tensor
 
 from shoal.config import Sampling
 from shoal.constraints import masks
-from shoal.sampling import native_draws, truncation
+from shoal.errors import ShoalError
+from shoal.sampling import controls, native_draws, truncation
 from shoal.sampling.controls import all_controlled, controlled, groups, possible, report, width
 from shoal.sampling.drawing import exponential_race, finite, highest, inverse_transform
+from shoal.sampling.guidance import ClassOdds
 from shoal.types.rounds import Faults
-from shoal.types.trees import Positions
+from shoal.types.trees import DraftTree, Positions, Verdict
 
 Sampler = Callable[[Tensor, Tensor], Tensor]
 """A function that draws one token per row, [n] int64.
@@ -282,3 +287,103 @@ def _at_temperature(scores: Tensor, temperature: float) -> Tensor:
         # matter overflow.
         scores = scores - scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     return scores / min(max(temperature, limits.tiny), limits.max)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of the m + 1 columns of a pass (`shoal.types.trees`).
+
+    Distributions may be asked for until the round is committed, as they depend on the tokens before
+    it.
+
+    Attributes:
+        logits: the raw logits, [rows, m + 1, vocab].
+        positions: the positions that the columns score.
+        faults: the columns that were asked for and have no distribution, some of them on paths that
+            may be rejected.
+        named: the function that makes the error that users see of a fault.
+        hidden: the target's hidden states that the drafter reads, [rows, m + 1, layers * width];
+            None if it reads none.
+        columns: the logits of all columns of a pass with probes (`shoal.types.trees.Probes`),
+            [rows, columns, vocab]; None for other passes.
+        odds: the odds of the classes of rows with a posterior; None if there are none.
+    """
+
+    logits: Tensor
+    positions: Positions
+    faults: Faults = field(default_factory=dict)
+    named: Callable[[ShoalError], ShoalError] = lambda error: error
+    hidden: Tensor | None = None
+    columns: Tensor | None = None
+    odds: ClassOdds | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """True if all rows are greedy, so that every distribution is a point mass."""
+        return all(row.request.sampling.greedy for row in self.positions.rows)
+
+    def of_row(self, b: int) -> Scores:
+        """Returns the scores of one row, [1, m + 1, vocab], with the faults of all."""
+        return replace(self, logits=self.logits[b : b + 1], positions=self.positions.of_rows([b]))
+
+    def note(self, faults: Faults) -> None:
+        """Keeps the first fault of each column."""
+        for row, columns in faults.items():
+            own = self.faults.setdefault(row, {})
+            own.update(
+                {
+                    column: self.named(error)
+                    for column, error in columns.items()
+                    if column not in own
+                }
+            )
+
+    def p(self) -> Tensor:
+        """Returns the declared distributions, [rows, m + 1, vocab].
+
+        See `probabilities`.
+        """
+        faults: Faults = {}
+        probs = probabilities(self.logits, self.positions, faults)
+        self.note(faults)
+        return probs
+
+    def draw(self, sampler: Sampler, uniforms: Tensor) -> Draws:
+        """Draws a token of each column by uniforms [rows, m + 1, ...]; see `draws`."""
+        faults: Faults = {}
+        tokens = draws(self.logits, self.positions, sampler, uniforms, faults)
+        self.note(faults)
+        return tokens
+
+
+def by_kernel(
+    tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor, *, rejection: bool
+) -> Verdict | None:
+    """Decides on chains by the kernel in C, which stops at a row's first rejection.
+
+    Args:
+        tree: the chains.
+        scores: the scores of the target.
+        sampler: the sampler of the tokens behind the accepted ones.
+        uniforms: by column, [rows, m + 1, ...].
+        rejection: True for rejection sampling of drafts whose q is known; False for exact match.
+
+    Returns:
+        The verdict; None for trees, and for distributions that the kernel does not compute.
+    """
+    samplings = [row.request.sampling for row in scores.positions.rows]
+    if tree.branches or sampler not in RACES or not native_draws.takes(scores.logits, samplings):
+        return None
+    faults: Faults = {}
+    logits = controls.all_controlled(scores.logits, scores.positions, faults)
+    race = RACES[sampler]
+    decision = native_draws.verify(
+        logits, samplings, tree, uniforms, race=race, rejection=rejection
+    )
+    if decision.impossible:
+        reached = torch.arange(tree.m + 1) == decision.accepted[:, None]
+        report((decision.token < 0)[:, None] & reached, scores.logits, scores.positions, faults)
+        decision.token.clamp_(min=0)
+    scores.note(faults)
+    raw = decision.logprobs if logits is scores.logits else None
+    return Verdict(decision.accepted, decision.token, decision.probs, raw_logprobs=raw)

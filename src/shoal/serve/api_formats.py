@@ -16,9 +16,9 @@ from shoal.serve.call_reader import CallReader
 from shoal.serve.reasoning import ReasoningReader
 from shoal.serve.request_builder import ParsedRequest
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
-from shoal.serve.submissions import RowUpdate, TokenUpdate
 from shoal.serve.token_details import ChoiceDetails, finite, name_and_bytes
 from shoal.serve.tool_calls import Call
+from shoal.serve.worker import RowUpdate, TokenUpdate
 
 FINISH_REASONS = {
     "eos": "stop",

@@ -8,15 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from starlette.types import Receive, Scope, Send
 
 from shoal import __version__
 from shoal.api import Shoal
@@ -47,6 +37,7 @@ from shoal.serve.logs import Exchanges
 from shoal.serve.message_models import Infill, InfillRequest
 from shoal.serve.request_models import ChatRequest, CompletionRequest
 from shoal.serve.response_models import ItemAnswer
+from shoal.serve.responses import EventStream
 from shoal.serve.routes import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -214,7 +205,7 @@ def make_app(shoal: Shoal, make_engine: Callable[[], Engine], settings: Settings
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         worker.thread.start(asyncio.get_running_loop())
-        giving_back = asyncio.create_task(give_back_freed_memory(worker.give_back))
+        giving_back = asyncio.create_task(give_back_freed_memory(worker.thread.give_back))
         try:
             yield
         finally:
@@ -347,40 +338,3 @@ async def _unless_gone(request: Request, wanted_soon: Awaitable[T]) -> T | None:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-class EventStream(StreamingResponse):
-    """A response of server-sent events.
-
-    It closes their generator when the client disconnects, so that the rows of the request end.
-
-    Args:
-        first: the first event, awaited before there is a response: an error until then has a
-            status.
-        events: the events after it.
-        headers: headers of the response.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, first: bytes, events: AsyncGenerator[bytes], headers: Mapping[str, str]
-    ) -> None:
-        self._events = events
-        super().__init__(
-            _chained(first, events),
-            headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers},
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until the last one, or until the client disconnects."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._events.aclose()
-
-
-async def _chained(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for event in events:
-        yield event

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ from shoal.constraints.compiler import Grammars, grammars_of
 from shoal.constraints.grammar import GrammarConstraint
 from shoal.constraints.grammar_sources import STACK, unusable
 from shoal.errors import RequestError
-from shoal.serve.api_errors import ApiError
+from shoal.serve.api_errors import ApiError, naming
+from shoal.types.requests import Request
 
 READER_THREADS = 2
 """The number of grammars that are compiled at a time."""
@@ -87,6 +89,20 @@ class GrammarReader:
         self._grammars: Grammars | None = None
         self._probes = threading.local()
         self._open: list[Probe] = []
+
+    async def of_requests(self, requests: Iterable[Request], field: str) -> list[GrammarConstraint]:
+        """Returns the constraints of the grammars of requests; see `read`.
+
+        Args:
+            requests: the requests, with a grammar or without.
+            field: the name of the grammar's field, for messages.
+        """
+        with naming(field):
+            return [
+                await self.read(grammar, request.limits.time_budget)
+                for request in requests
+                if (grammar := request.sampling.grammar) is not None
+            ]
 
     async def read(self, grammar: Grammar, seconds: float | None) -> GrammarConstraint:
         """Returns the grammar's constraint.

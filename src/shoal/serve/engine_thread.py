@@ -114,6 +114,20 @@ class EngineThread:
         """Runs a job that cannot fail on the thread, and does not wait for it."""
         self._jobs.put(job)
 
+    def give_back(self) -> None:
+        """Gives the memory of the caches back between two rounds, if there is no row then.
+
+        Room that captured rounds know stays.
+        """
+
+        @torch.inference_mode()
+        def job() -> None:
+            engine = self.engine
+            if engine.scheduler.idle and engine.target.captures is None:
+                engine.memory.allocate(engine.scheduler.release_free_slots(), idle=True)
+
+        self.post(job)
+
     async def call(self, job: Callable[[], T]) -> T:
         """Runs a job on the thread between two rounds.
 

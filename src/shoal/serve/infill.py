@@ -14,9 +14,8 @@ from shoal.serve.message_models import InfillRequest
 from shoal.serve.request_builder import ParsedRequest, RequestBuilder
 from shoal.serve.request_models import CompletionRequest
 from shoal.serve.responses import event, failure
-from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.token_details import finite, name_and_bytes
-from shoal.serve.worker import Worker
+from shoal.serve.worker import RowUpdate, Submission, TokenUpdate, Worker
 from shoal.types.arguments import line_end, with_line_ends, with_line_feeds
 
 STOP_TYPES = {"eos": "eos", "stop": "word"}
@@ -159,6 +158,7 @@ class InfillResponse:
             async with self.worker.serving(submission):
                 yield ""
                 async for update in submission.updates():
+                    assert update is not None  # there is no bound on the silence
                     if update.error is not None:
                         raise failure(update.error)
                     self._note(update)

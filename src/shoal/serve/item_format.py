@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from shoal.serve.api_errors import Json
 from shoal.serve.api_formats import ChatFormat
-from shoal.serve.submissions import RowUpdate
 from shoal.serve.tool_calls import Call
+from shoal.serve.worker import RowUpdate
 
 
 class ItemFormat(ChatFormat):

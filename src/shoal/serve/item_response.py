@@ -16,7 +16,7 @@ from shoal.serve.item_models import NAMES, ResponsesRequest
 from shoal.serve.request_builder import ParsedRequest
 from shoal.serve.request_parser import RequestParser
 from shoal.serve.responses import KEEP_ALIVE, KEEP_ALIVE_SECONDS, ApiResponse, event, failure
-from shoal.serve.submissions import RowUpdate, Submission
+from shoal.serve.worker import RowUpdate, Submission
 from shoal.types.samples import Sample
 
 STATUSES = {"stop": "completed", "length": "incomplete", "error": "failed"}

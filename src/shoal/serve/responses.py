@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.serve.api_errors import ApiError, Json, api_error_of, naming, public, spoken, written
 from shoal.serve.api_formats import ApiFormat
 from shoal.serve.request_builder import ParsedRequest
-from shoal.serve.submissions import RowUpdate, Submission, TokenUpdate
 from shoal.serve.token_details import Scoring, finite, name_and_bytes, scored
-from shoal.serve.worker import Worker
+from shoal.serve.worker import RowUpdate, Submission, TokenUpdate, Worker
 from shoal.types.samples import Sample, ranked
 from shoal.types.stats import as_dicts, total_by_drafter
 
@@ -175,7 +177,7 @@ class ApiResponse:
         If nothing is to be generated, it yields updates of rows without tokens.
         """
         ends, drawn = self.parsed.line_ends, self.parsed.drawn
-        async for update in submission.updates_or_silence(silence):
+        async for update in submission.updates(silence):
             yield update.with_line_ends(ends[update.index // drawn]) if update and ends else update
         if not self.parsed.requests:
             for index in range(self.parsed.rows):
@@ -343,3 +345,40 @@ def _returned(samples: Sequence[Sample], parsed: ParsedRequest) -> list[int]:
 def event(body: Json) -> bytes:
     """Returns a server-sent event."""
     return b"data: " + written(body) + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A response of server-sent events.
+
+    It closes their generator when the client disconnects, so that the rows of the request end.
+
+    Args:
+        first: the first event, awaited before there is a response: an error until then has a
+            status.
+        events: the events after it.
+        headers: headers of the response.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes], headers: Mapping[str, str]
+    ) -> None:
+        self._events = events
+        super().__init__(
+            _chained(first, events),
+            headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers},
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events until the last one, or until the client disconnects."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def _chained(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for event in events:
+        yield event

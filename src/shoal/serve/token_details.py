@@ -21,8 +21,7 @@ from shoal.engine.detokenizer import Detokenizer, special_tokens
 from shoal.errors import RequestError
 from shoal.models.runner import Runner
 from shoal.serve.api_errors import ApiError, Json
-from shoal.serve.submissions import RoundUpdate, RowUpdate, TokenUpdate
-from shoal.serve.worker import Worker
+from shoal.serve.worker import RoundUpdate, RowUpdate, TokenUpdate, Worker
 from shoal.types.samples import TopLogprobs
 
 MIN_LOGPROB = -9999.0

@@ -24,7 +24,7 @@ from shoal.engine.prefix_cache import PrefixMemory
 from shoal.lookahead.controller import Controller, Fixed, Lookahead
 from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.scores import Scores
+from shoal.sampling.distributions import Scores
 from shoal.testing.scripted import hashed, scripted
 from shoal.types.requests import Request, Row
 from shoal.types.rounds import PrefillChunk

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -327,3 +328,32 @@ class Verdict:
             else [0, *(node + 1 for node in path)][: len(own)]
             for path, own in zip(paths, tokens, strict=True)
         ]
+
+
+class PlainRun(NamedTuple):
+    """The draws of a run, by row and round.
+
+    Attributes:
+        tokens: the tokens.
+        raw: the natural logs of the tokens' probabilities by the logits alone.
+        processed: the natural logs of the tokens' probabilities under p.
+    """
+
+    tokens: list[list[int]]
+    raw: list[list[float]]
+    processed: list[list[float]]
+
+    @property
+    def rounds(self) -> int:
+        return len(self.tokens[0])
+
+    @property
+    def verdict(self) -> Verdict:
+        """The decision of the last round."""
+        last = torch.tensor([own[-1] for own in self.tokens])
+        return Verdict(torch.zeros_like(last), last, torch.tensor(self.processed)[:, -1:].exp())
+
+    @property
+    def no_logits(self) -> Tensor:
+        """Logits of no token, [rows, 1, 0]: those of a run are not kept."""
+        return torch.empty(len(self.tokens), 1, 0)

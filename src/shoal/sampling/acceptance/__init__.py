@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.sampling.acceptance.by_q import Rejection
 from shoal.sampling.acceptance.one_sample import (
     ChainRule,
     Coupled,
@@ -33,6 +32,7 @@ from shoal.sampling.acceptance.one_sample import (
     exact_match,
 )
 from shoal.sampling.acceptance.rejection import (
+    Rejection,
     acceptance_mask,
     by_rejection,
     reject_and_replace,

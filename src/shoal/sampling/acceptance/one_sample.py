@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from shoal.config import LOSSY_RULES
-from shoal.sampling.distributions import Sampler
+from shoal.sampling.distributions import Sampler, Scores, by_kernel
 from shoal.sampling.drawing import exponential_race, inverse_transform
-from shoal.sampling.scores import Scores, by_kernel, drawn
 from shoal.sampling.uniforms import race_uniforms, round_uniforms
 from shoal.types.trees import DraftTree, Verdict
 
@@ -188,7 +187,7 @@ def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tens
     """
     uniforms = tree.by_column(uniforms)
     verdict = by_kernel(tree, scores, sampler, uniforms, rejection=False)
-    return exact_match(tree, *drawn(scores, sampler, uniforms)[:2]) if verdict is None else verdict
+    return exact_match(tree, *scores.draw(sampler, uniforms)[:2]) if verdict is None else verdict
 
 
 def match_samples(

@@ -315,12 +315,12 @@ class Shoal(Pair):
         require_rollouts(rollouts, logits, target, learner)
         if self._follower is None:
             self._follower = Follower(target, learner, self.drafter_name or "")
-        found = self._follower.align(
+        realignment = self._follower.align(
             rollouts, given_logits=logits, steps=counts[0], rows=counts[1], rate=rate
         )
         if self.prefixes is not None:
             self.prefixes.clear()  # the draft model's keys are those of its old weights
-        return found
+        return realignment
 
     def prepare(
         self, rows: Integer = FIRST, tokens: Integer = PREPARED_TOKENS, **options: Unpack[Options]

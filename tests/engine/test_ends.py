@@ -471,11 +471,17 @@ def test_a_short_row_beside_a_long_one_is_not_asked_beyond_its_end(k: int) -> No
 
 
 def within(unstopped: Sequence[tuple[str, str]], text: str, start: int, end: int) -> bool:
-    """By the words of `Request.unstopped`: a part begins before the place, and does not end before its end."""
+    """By the words of `Request.unstopped`: a part begins before the place, and does not end before its end.
+
+    Blanks behind a part that begins the text belong to it.
+    """
     for opening, closing in unstopped:
         for begin in re.finditer(opening, text[:start]):
             close = text.find(closing, begin.end()) if closing else -1
             if not -1 < close < end:
+                return True
+            behind = close + len(closing)
+            if opening.startswith(r"\A") and behind <= start and text[behind:end].isspace():
                 return True
     return False
 

@@ -323,10 +323,10 @@ class IdentityCheck:
             self.step(f"greedy identity, {case.name}: {name}")
             run = self.decode(name).run(work)
             drafted = run.stats.drafted if run.stats else 0
-            found = compared(work.by_prompt(plain.ids), work.by_prompt(run.ids), drafted)
-            if self.exact and found.same < found.rows:
-                raise self._difference(case, name, found.place)
-            self.found[case.layout, case.batch, name] = GreedyIdentity.of(found, control)
+            comparison = compared(work.by_prompt(plain.ids), work.by_prompt(run.ids), drafted)
+            if self.exact and comparison.same < comparison.rows:
+                raise self._difference(case, name, comparison.place)
+            self.found[case.layout, case.batch, name] = GreedyIdentity.of(comparison, control)
 
     def compare(self, case: Case, name: str, runs: Sequence[Run], plain: Sequence[Run]) -> None:
         """Compares timed runs that were greedy themselves: they must agree as well.

@@ -274,9 +274,9 @@ class BenchmarkRunner:
                 self._repeat(case, runs)
             finally:
                 self._note_passes()
-                found = self._lines(case, runs)
-                self.report.lines += found
-            yield from found
+                lines = self._lines(case, runs)
+                self.report.lines += lines
+            yield from lines
         self.report.machine["ceilings_after"] = vars(ceilings(device, dtype))
         self.report.complete = True
 

@@ -237,7 +237,7 @@ def busy_processes(
         seconds: the seconds between the moments.
         own: the process that does not count, nor its descendants.
     """
-    family, found = _descendants(own, {**before, **after}), []
+    family, busy = _descendants(own, {**before, **after}), []
     ended = {pid: one for pid, one in before.items() if not _same(one, after.get(pid))}
     for pid, process in after.items():
         if pid in family:
@@ -249,8 +249,8 @@ def busy_processes(
         reaped = process.reaped - earlier.reaped - sum(ended[one].total for one in waited_for)
         spent = process.seconds - earlier.seconds + max(0.0, reaped)
         if spent >= LEAST_SECONDS and spent > LIMIT * seconds:
-            found.append(BusyProcess(process.name, spent / seconds))
-    return tuple(sorted(found, key=lambda one: -one.cores))
+            busy.append(BusyProcess(process.name, spent / seconds))
+    return tuple(sorted(busy, key=lambda one: -one.cores))
 
 
 def _same(earlier: Process, later: Process | None) -> bool:

@@ -171,10 +171,10 @@ def footer(report: Report) -> Iterator[str]:
 def _busy(report: Report) -> str:
     """Names the processes that disturbed repeats, each with the most that it used."""
     most: dict[str, float] = {}
-    for found in (
+    for processes in (
         one for each in report.lines for run in each.runs for one in run.get("busy") or ()
     ):
-        most[found["name"]] = max(found["cores"], most.get(found["name"], 0.0))
+        most[processes["name"]] = max(processes["cores"], most.get(processes["name"], 0.0))
     return ", ".join(
         f"{name} (up to {cores:.0%})"
         for name, cores in sorted(most.items(), key=lambda entry: -entry[1])
@@ -182,16 +182,16 @@ def _busy(report: Report) -> str:
 
 
 def _by_reason(report: Report) -> dict[str, str]:
-    found: dict[str, dict[str, list[int]]] = {}
+    counts_by_reason: dict[str, dict[str, list[int]]] = {}
     for entry in report.unavailable:
-        batches = found.setdefault(entry["reason"], {}).setdefault(entry["setting"], [])
+        batches = counts_by_reason.setdefault(entry["reason"], {}).setdefault(entry["setting"], [])
         if entry["batch"] not in batches:
             batches.append(entry["batch"])
     return {
         reason: ", ".join(
             f"{name} (batch {', '.join(map(str, batches))})" for name, batches in settings.items()
         )
-        for reason, settings in found.items()
+        for reason, settings in counts_by_reason.items()
     }
 
 
@@ -239,11 +239,11 @@ def plot(report: Report, path: Path) -> None:
         RequestError: without matplotlib.
     """
     pyplot = require_matplotlib()
-    found = report.tables()
+    tables = report.tables()
     figure, grid = pyplot.subplots(
-        len(found), 2, figsize=(12, 4.6 * len(found)), squeeze=False, layout="constrained"
+        len(tables), 2, figsize=(12, 4.6 * len(tables)), squeeze=False, layout="constrained"
     )
-    for axes, lines in zip(grid, found.values(), strict=True):
+    for axes, lines in zip(grid, tables.values(), strict=True):
         styles = _styles(lines)
         _speedups(axes[0], lines, styles)
         _pareto(axes[1], lines, styles)

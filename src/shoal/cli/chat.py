@@ -131,15 +131,18 @@ def _save(session: ChatSession, argument: str) -> str:
 
 
 def _load(session: ChatSession, argument: str) -> str:
-    found = read_conversation(Path(argument).expanduser())
-    session.conversation.system, session.conversation.turns = found.system, found.turns
-    last = f"; the last: {_short(found.turns[-1].text)}" if found.turns else ""
+    conversation = read_conversation(Path(argument).expanduser())
+    session.conversation.system, session.conversation.turns = (
+        conversation.system,
+        conversation.turns,
+    )
+    last = f"; the last: {_short(conversation.turns[-1].text)}" if conversation.turns else ""
     waits = (
         ", which waits for an answer: /regenerate"
-        if found.turns and not found.turns[-1].answers
+        if conversation.turns and not conversation.turns[-1].answers
         else ""
     )
-    return f"{len(found.turns)} messages of yours{last}{waits}"
+    return f"{len(conversation.turns)} messages of yours{last}{waits}"
 
 
 def _system(session: ChatSession, argument: str) -> str:

@@ -46,7 +46,7 @@ def next_entry(read: ReadLine) -> Entry:
     if not line.strip().startswith(QUOTE):
         return Entry(line.strip(), is_command=line.startswith("/"))
     line = line.strip().removeprefix(QUOTE)
-    found = [line] if line else []
+    entered_lines = [line] if line else []
     while not line.rstrip().endswith(QUOTE):
         try:
             line = read(INSIDE)
@@ -54,9 +54,9 @@ def next_entry(read: ReadLine) -> Entry:
             raise RequestError(
                 f"the message that {QUOTE} opened has no {QUOTE} behind it"
             ) from None
-        found.append(line)
-    found[-1] = line.rstrip().removesuffix(QUOTE)
-    return Entry("\n".join(found).rstrip("\n"))
+        entered_lines.append(line)
+    entered_lines[-1] = line.rstrip().removesuffix(QUOTE)
+    return Entry("\n".join(entered_lines).rstrip("\n"))
 
 
 def read_piped(_prompt: str) -> str:
@@ -229,5 +229,5 @@ def _bold(prompt: str) -> str:
 
 def _completion(text: str, state: int, commands: Sequence[str]) -> str | None:
     """Returns the match of that number, for readline."""
-    found = [command for command in commands if text.startswith("/") and command.startswith(text)]
-    return found[state] if state < len(found) else None
+    matches = [command for command in commands if text.startswith("/") and command.startswith(text)]
+    return matches[state] if state < len(matches) else None

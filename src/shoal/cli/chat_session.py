@@ -68,8 +68,8 @@ class ChatSettings:
 
     def adopt(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Takes a model's own values of the options that the command line does not give."""
-        found = {name: value for name, value in own.items() if name not in given}
-        self.values, self._first = self.values | found, self._first | found
+        settings = {name: value for name, value in own.items() if name not in given}
+        self.values, self._first = self.values | settings, self._first | settings
 
     def set(self, name: str, text: str) -> str:
         """Changes an option, and returns its name.

@@ -116,7 +116,7 @@ class RunningAnswer(Unseen):
 
         A word that has begun on a line and does not fit on it is erased and begins the next line.
         """
-        found, width = [], self._console.width
+        pieces, width = [], self._console.width
         for character in text.expandtabs(4):
             cells = cell_len(character)
             if character == "\n":
@@ -124,15 +124,15 @@ class RunningAnswer(Unseen):
             elif self._column + cells > width:
                 start = self._column - cell_len(self._word)
                 self._word = self._word if start and character != " " else ""
-                found.append(f"\x1b[{start + 1}G\x1b[K\n{self._word}" if self._word else "\n")
+                pieces.append(f"\x1b[{start + 1}G\x1b[K\n{self._word}" if self._word else "\n")
                 self._column = cell_len(self._word)
                 if character == " ":
                     continue
             if character != "\n":
                 self._column += cells
                 self._word = "" if character == " " or cells > 1 else self._word + character
-            found.append(character)
-        return "".join(found)
+            pieces.append(character)
+        return "".join(pieces)
 
 
 class TextView:

@@ -118,9 +118,9 @@ def _size(runner: Runner) -> str:
         f"{runner.device}"
     )
     chosen = [
-        f"{subject}: {found}"
-        for subject, found in runner.notes.items()
-        if subject != "dtype" and found != "off"
+        f"{subject}: {note}"
+        for subject, note in runner.notes.items()
+        if subject != "dtype" and note != "off"
     ]
     return "; ".join([size, *chosen])
 
@@ -210,7 +210,7 @@ def _layers_with_states(target: Runner) -> list[int]:
 
         return layers_with_states(target.hf.file)
     names = () if target.mixers is None else target.mixers.modules
-    return sorted({int(found[1]) for name in names if (found := re.search(r"\.(\d+)\.", name))})
+    return sorted({int(match[1]) for name in names if (match := re.search(r"\.(\d+)\.", name))})
 
 
 def _ranges(numbers: list[int]) -> str:

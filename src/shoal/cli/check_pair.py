@@ -266,13 +266,19 @@ def trim(case: CheckCase, k: int, texts: Sequence[str]) -> CheckResult:
 
 def vocabulary(case: CheckCase) -> Iterator[CheckResult]:
     """Yields a result if the drafter cannot propose all tokens."""
-    found, choice, shared_tokens = case.model.vocabularies, case.model.choice, case.model.shared
-    if found is None and shared_tokens is None:
+    vocabularies, choice, shared_tokens = (
+        case.model.vocabularies,
+        case.model.choice,
+        case.model.shared,
+    )
+    if vocabularies is None and shared_tokens is None:
         return
     counts = Counter(token for row in written(case) for token in row)
     shared = set() if shared_tokens is None else set(shared_tokens.target)
-    if found is not None and found.trie is not None:
-        shared = set(found.trie.sequences)  # a drafter of bytes or characters writes the others
+    if vocabularies is not None and vocabularies.trie is not None:
+        shared = set(
+            vocabularies.trie.sequences
+        )  # a drafter of bytes or characters writes the others
     share = sum(count for token, count in counts.items() if token in shared) / max(
         counts.total(), 1
     )

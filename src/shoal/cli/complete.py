@@ -328,10 +328,10 @@ def diff(name: str, before: str, text: str, behind: str) -> list[str]:
     old, new = (whole.split("\n") for whole in (before + behind, before + text + behind))
     path = posixpath.normpath(name).lstrip("/")  # git refuses a/./x.py
     path += "\t" if " " in path else ""  # without it, patch ends the name at the blank
-    found = unified_diff(_lines(old), _lines(new), f"a/{path}", f"b/{path}")
+    changes = unified_diff(_lines(old), _lines(new), f"a/{path}", f"b/{path}")
     return [
         part
-        for line in found
+        for line in changes
         for part in (line.removesuffix("\n"), *(() if line.endswith("\n") else (NO_NEWLINE,)))
     ]
 

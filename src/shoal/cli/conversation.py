@@ -83,12 +83,12 @@ class Conversation:
         return [*self._messages(self.turns[:-1]), message("user", self.last.text)]
 
     def _messages(self, turns: Iterable[Turn]) -> list[Message]:
-        found = [] if self.system is None else [message("system", self.system)]
+        messages = [] if self.system is None else [message("system", self.system)]
         for turn in turns:
-            found.append(message("user", turn.text))
+            messages.append(message("user", turn.text))
             if turn.answer is not None:
-                found.append(message("assistant", turn.answer.text))
-        return found
+                messages.append(message("assistant", turn.answer.text))
+        return messages
 
     def say(self, text: str) -> None:
         """Begins a turn."""
@@ -146,16 +146,16 @@ def read_conversation(file: Path) -> Conversation:
     Raises:
         RequestError: it cannot be read, see `read_document`, or has messages in another order.
     """
-    document, found = read_document(file), Conversation()
+    document, conversation = read_document(file), Conversation()
     cut = document.get("interrupted")
     for place, one in enumerate(document["messages"]):
         _add(
-            found,
+            conversation,
             one,
             where=f"{str(file)!r}, message {place + 1}",
             interrupted=isinstance(cut, list) and place in cut,
         )
-    return found
+    return conversation
 
 
 def _add(conversation: Conversation, one: Mapping[str, Any], where: str, interrupted: bool) -> None:
@@ -330,8 +330,8 @@ class ChatOptions:
         Raises:
             RequestError: the file cannot be read.
         """
-        found = [] if self.messages is None else read_document(self.messages)["messages"]
-        plain = [message(one["role"], one["content"]) for one in found]
+        messages = [] if self.messages is None else read_document(self.messages)["messages"]
+        plain = [message(one["role"], one["content"]) for one in messages]
         if self.system is None:
             return plain
         return [message("system", self.system), *(one for one in plain if one["role"] != "system")]

@@ -66,13 +66,13 @@ def evaluate_cuts(
                 with_progress("sampling", cut_programs.written(pair, asked, n, options), len(asked))
             )
             written = [each for row in rows for each in row]
-            found = list(
+            all_cuts = list(
                 with_progress("executing", cut_programs.graded(written, grader), len(written))
             )
     except KeyboardInterrupt:
         stderr().print("interrupted: nothing was kept")
         return EXIT_INTERRUPTED
-    summary = cut_programs.summary(found)
+    summary = cut_programs.summary(all_cuts)
     if as_json:
         print(json.dumps({"set": eval_set.name, "n": n, "options": dict(options), "cuts": summary}))
     else:
@@ -128,16 +128,16 @@ def evaluate_schemas(
     from shoal.evaluation import schemas
 
     asked = schemas.read_schemas(folder)[:limit]
-    pair, found, code = source.load(), list[schemas.TriedSchema](), 0
+    pair, tried_schemas, code = source.load(), list[schemas.TriedSchema](), 0
     try:
         for one in with_progress("schemas", schemas.tried(pair, asked, n, options), len(asked)):
-            found.append(one)
+            tried_schemas.append(one)
     except KeyboardInterrupt:
-        stderr().print(f"interrupted: {len(found)} of {len(asked)} schemas tried")
+        stderr().print(f"interrupted: {len(tried_schemas)} of {len(asked)} schemas tried")
         code = EXIT_INTERRUPTED
-    if not found:
+    if not tried_schemas:
         return code
-    summary = schemas.summary(found)
+    summary = schemas.summary(tried_schemas)
     if as_json:
         where = {"machine": machine(pair.target.device), "loaded": pair.loaded}
         print(json.dumps({**where, "n": n, "options": dict(options), **summary}))
@@ -334,15 +334,15 @@ def read_exports(texts: Sequence[str], eval_set: EvalSet) -> list[Export]:
             raise RequestError(
                 f"--export must be FORMAT:FILE with a format of {', '.join(FORMATS)}; got {text!r}"
             )
-        found, path = FORMATS[name], Path(file)
-        if path.suffix != found.suffix:
+        form, path = FORMATS[name], Path(file)
+        if path.suffix != form.suffix:
             raise RequestError(
-                f"{found.tool} reads {found.suffix} files: --export {name}:FILE{found.suffix}; "
+                f"{form.tool} reads {form.suffix} files: --export {name}:FILE{form.suffix}; "
                 f"got {text!r}"
             )
         if path in (other.file for other in exports):
             raise RequestError(f"two exports would be written to {file!r}")
-        found.check(eval_set.name, eval_set.problems)
+        form.check(eval_set.name, eval_set.problems)
         require_writable(path)
-        exports.append(Export(found, path))
+        exports.append(Export(form, path))
     return exports

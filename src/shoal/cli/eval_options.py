@@ -146,13 +146,13 @@ class SetOptions:
             asked = tasks.summary_tasks(documents, chat=chat)
             return EvalSet(self.set_, asked, documents=documents, fingerprint=digest(data), **file)
         readers = {"mbxp": problems.read_mbxp, "multipl-e": problems.read_multipl_e}
-        found = readers.get(self.set_, problems.read_humaneval)(data)[: self.limit]
+        problem_set = readers.get(self.set_, problems.read_humaneval)(data)[: self.limit]
         asked = (
-            tasks.infilling_tasks(found)
+            tasks.infilling_tasks(problem_set)
             if self.set_ == "infilling"
-            else tasks.code_tasks(found, chat=chat)
+            else tasks.code_tasks(problem_set, chat=chat)
         )
-        return EvalSet(self.set_, asked, found, fingerprint=digest(data), **file)
+        return EvalSet(self.set_, asked, problem_set, fingerprint=digest(data), **file)
 
 
 PAGE = "docs/explanation/sandbox.md"

@@ -81,9 +81,9 @@ def with_public_tests(eval_set: EvalSet, which: str) -> tuple[EvalSet, dict[str,
             f"planning needs tests of functions, and {eval_set.name} has none: take humaneval, "
             f"mbxp or functions"
         )
-    found = {problem.task_id: published(problem, which) for problem in eval_set.problems}
-    tests = {name: both[0] for name, both in found.items() if both is not None}
-    problems = [both[1] for both in found.values() if both is not None]
+    public_tests = {problem.task_id: published(problem, which) for problem in eval_set.problems}
+    tests = {name: both[0] for name, both in public_tests.items() if both is not None}
+    problems = [both[1] for both in public_tests.values() if both is not None]
     if not problems:
         raise RequestError(f"no problem of {eval_set.name} has public tests of kind {which!r}")
     tasks = [task for task in eval_set.tasks if task.task_id in tests]

@@ -45,20 +45,20 @@ def read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     Raises:
         RequestError: a file cannot be read, a prompt is empty or no text, or there is none at all.
     """
-    found = [("--prompt", text) for text in prompts]
-    found += [(str(file), read_text(file)) for file in files]
-    if not found:
+    prompts_by_source = [("--prompt", text) for text in prompts]
+    prompts_by_source += [(str(file), read_text(file)) for file in files]
+    if not prompts_by_source:
         if sys.stdin.isatty():
             raise RequestError(
                 "no prompt: give --prompt TEXT, --prompt-file FILE, or pipe text into stdin"
             )
         try:
-            found = [("stdin", sys.stdin.read().removeprefix(MARK))]
+            prompts_by_source = [("stdin", sys.stdin.read().removeprefix(MARK))]
         except UnicodeDecodeError as error:
             raise RequestError(f"stdin is not UTF-8 text: {error.reason}") from error
-    for name, text in found:
+    for name, text in prompts_by_source:
         require_text(text, f"the prompt from {name}")
-    return [text for _, text in found]
+    return [text for _, text in prompts_by_source]
 
 
 def template_names() -> list[str]:
@@ -132,13 +132,13 @@ def _prompts_of(file: Path) -> list[str]:
     if file.suffix not in (".jsonl", ".txt"):
         return [text]
     if file.suffix == ".txt":
-        found = [part.strip("\r\n") for part in re.split(r"\n\s*\n", text) if part.strip()]
+        parts = [part.strip("\r\n") for part in re.split(r"\n\s*\n", text) if part.strip()]
     else:
         rows = enumerate(text.split("\n"), 1)
-        found = [_text_of(row, f"{file}:{number}", "prompt") for number, row in rows if row.strip()]
-    if not found:
+        parts = [_text_of(row, f"{file}:{number}", "prompt") for number, row in rows if row.strip()]
+    if not parts:
         raise RequestError(f"{str(file)!r} holds no prompt")
-    return found
+    return parts
 
 
 def listed_documents(files: Sequence[Path]) -> list[str]:
@@ -149,16 +149,18 @@ def listed_documents(files: Sequence[Path]) -> list[str]:
     Raises:
         RequestError: a file cannot be read, is empty or holds something else; with file and line.
     """
-    found = []
+    documents = []
     for file in files:
         text = read_text(file)
         require_text(text, f"the text of {file}")
         if file.suffix != ".jsonl":
-            found.append(text)
+            documents.append(text)
             continue
         rows = enumerate(text.split("\n"), 1)
-        found += [_text_of(row, f"{file}:{number}", "text") for number, row in rows if row.strip()]
-    return found
+        documents += [
+            _text_of(row, f"{file}:{number}", "text") for number, row in rows if row.strip()
+        ]
+    return documents
 
 
 def _text_of(row: str, where: str, field: str) -> str:

@@ -87,10 +87,10 @@ class PromptOptions:
             RequestError: see `read_prompts` and `lines_of`.
         """
         texts, files = self.prompt or [], self.prompt_file or []
-        found = lines_of(self.prompts or [])
-        if texts or files or not found:
-            found = [PromptLine(text) for text in read_prompts(texts, files)] + found
-        return found
+        lines = lines_of(self.prompts or [])
+        if texts or files or not lines:
+            lines = [PromptLine(text) for text in read_prompts(texts, files)] + lines
+        return lines
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class Generation:
         return result, interrupted
 
     def _stream(self, model: Shoal) -> Stream:
-        found = self.chats.read(model.tokenizer, [one.text for one in self.asked])
+        conversation = self.chats.read(model.tokenizer, [one.text for one in self.asked])
         asked: dict[str, Any] = {
             "align": self.sampling.align,
             "exact": self.sampling.exact or False,
@@ -250,7 +250,7 @@ class Generation:
         ends, own = turn_ends(self.chats.chat_template), self._written(model, self.options)
         lines = [replace(one, options=self._written(model, one.options)) for one in self.asked]
         options = merged(lines, self.sampling.n, own, ends, model.tokenizer)
-        return model.stream(found, top_logprobs=self.shown.top_logprobs, **asked, **options)
+        return model.stream(conversation, top_logprobs=self.shown.top_logprobs, **asked, **options)
 
     def _written(self, model: Shoal, options: Mapping[str, Any]) -> dict[str, Any]:
         """Returns options with guides' prompts that are written as the prompts are."""

@@ -33,7 +33,7 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
     Raises:
         RequestError: there are none.
     """
-    found: list[Path] = []
+    files_of_folders: list[Path] = []
     for path in paths:
         if not path.exists():
             raise RequestError(f"there is no file {str(path)!r}")
@@ -44,8 +44,8 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
         )
         if not inside:
             raise RequestError(f"no {', '.join(SUFFIXES)} file in {str(path)!r}")
-        found += inside
-    return found
+        files_of_folders += inside
+    return files_of_folders
 
 
 def texts_of(file: Path) -> Iterator[tuple[str, int]]:

@@ -67,10 +67,12 @@ def option_groups(*, without: Collection[str] = ()) -> Callable[[Command[Value]]
         fields: dict[str, list[str]] = {}
         options = []
         for parameter in _parameters(command):
-            found = _parameters(groups[parameter.name]) if parameter.name in groups else [parameter]
-            found = [option for option in found if option.name not in without]
-            fields[parameter.name] = [option.name for option in found]
-            options += found
+            parameters = (
+                _parameters(groups[parameter.name]) if parameter.name in groups else [parameter]
+            )
+            parameters = [option for option in parameters if option.name not in without]
+            fields[parameter.name] = [option.name for option in parameters]
+            options += parameters
 
         def flat(**values: Any) -> Value:
             built = {

@@ -59,10 +59,10 @@ def lines_of(files: Sequence[Path]) -> list[PromptLine]:
     Raises:
         RequestError: with file and line.
     """
-    found: list[PromptLine] = []
+    lines: list[PromptLine] = []
     for file in files:
         if file.suffix != ".jsonl":
-            found += [PromptLine(text) for text in listed_prompts([file])]
+            lines += [PromptLine(text) for text in listed_prompts([file])]
             continue
         rows = [
             (number, row)
@@ -71,8 +71,8 @@ def lines_of(files: Sequence[Path]) -> list[PromptLine]:
         ]
         if not rows:
             raise RequestError(f"{str(file)!r} holds no prompt")
-        found += [_of_line(row, f"{file}:{number}") for number, row in rows]
-    return found
+        lines += [_of_line(row, f"{file}:{number}") for number, row in rows]
+    return lines
 
 
 def _of_line(row: str, where: str) -> PromptLine:
@@ -239,16 +239,16 @@ def grammar_of(given: Mapping[str, Any], prefix: str = "") -> Grammar | None:
         RequestError: several are given, one is not of its form, llguidance cannot read it, or is
             not installed.
     """
-    found = [name for name in FIELDS if given.get(name) is not None]
-    if not found:
+    fields = [name for name in FIELDS if given.get(name) is not None]
+    if not fields:
         return None
-    said = [prefix + (name.replace("_", "-") if prefix else name) for name in found]
-    if len(found) > 1:
+    said = [prefix + (name.replace("_", "-") if prefix else name) for name in fields]
+    if len(fields) > 1:
         raise RequestError(
             f"{said[1]} does not go with {said[0]}: a sample has one grammar at most"
         )
     llguidance_or_refuse()
-    [name], value = found, given[found[0]]
+    [name], value = fields, given[fields[0]]
     try:
         if name == "json_schema":
             grammar = Grammar("json_schema", _schema(value))

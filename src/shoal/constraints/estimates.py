@@ -264,13 +264,15 @@ def log_weights(node: PrefixNode, block: Sequence[int], inside: Tensor) -> list[
         inside: natural log of p at each token, [tokens, vocab]; -inf for tokens that are not
             allowed.
     """
-    found = []
+    weights = []
     here: PrefixNode | None = node
     for token, logs in zip(block, inside, strict=True):
         _multiply(logs, here, 1.0)
         here = None if here is None else here.children.get(token)
-        found.append(float(logs.logsumexp(-1)) - (0.0 if here is None else math.log(here.estimate)))
-    return found
+        weights.append(
+            float(logs.logsumexp(-1)) - (0.0 if here is None else math.log(here.estimate))
+        )
+    return weights
 
 
 def _multiply(scores: Tensor, node: PrefixNode | None, temperature: float) -> None:

@@ -115,9 +115,9 @@ def conjunction(filters: Sequence[Filter]) -> Filter:
 
 
 def _containing(texts: Sequence[str], ignore_case: bool) -> Filter:
-    found = "|".join(map(_escaped, _texts(list(texts), "texts")))
+    pattern = "|".join(map(_escaped, _texts(list(texts), "texts")))
     return Filter(
-        f"/(?s:.*)(?{'i' if ignore_case else ''}:{found})(?s:.*)/", _named("containing", texts)
+        f"/(?s:.*)(?{'i' if ignore_case else ''}:{pattern})(?s:.*)/", _named("containing", texts)
     )
 
 

@@ -74,11 +74,11 @@ def middle_ends(tokenizer: Any) -> frozenset[int]:
 
 def asks_for_middle(tokenizer: Any, ids: Sequence[int]) -> bool:
     """Returns True if a prompt has all tokens of a family: somebody wrote its parts by hand."""
-    found = None if tokenizer is None else middle_tokens(tokenizer)
-    if found is None:
+    middle = None if tokenizer is None else middle_tokens(tokenizer)
+    if middle is None:
         return False
     known = _numbers(tokenizer)
-    return all(known[name] in ids for name in found if name)
+    return all(known[name] in ids for name in middle if name)
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], dict[str, int]]] = (
@@ -89,11 +89,11 @@ _known: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], dict[str, int]]] = 
 def _numbers(tokenizer: Any) -> dict[str, int]:
     """Returns the tokens of this module that a tokenizer knows; its vocabulary is read once."""
     names = (*chain(*TOKENS, *FILE_TOKENS), *PADS)
-    found = _known.setdefault(tokenizer, {})
-    if names not in found:
+    numbers = _known.setdefault(tokenizer, {})
+    if names not in numbers:
         vocabulary = tokenizer.get_vocab()
-        found[names] = {name: vocabulary[name] for name in names if name and name in vocabulary}
-    return found[names]
+        numbers[names] = {name: vocabulary[name] for name in names if name and name in vocabulary}
+    return numbers[names]
 
 
 def fill_in_middle(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> list[int]:
@@ -116,19 +116,19 @@ def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") ->
     Raises:
         RequestError: the tokenizer has none of the `TOKENS`.
     """
-    found = middle_tokens(tokenizer)
-    if found is None:
+    names = middle_tokens(tokenizer)
+    if names is None:
         raise RequestError(
             "this tokenizer has no fill-in-the-middle tokens: the model cannot be asked for "
             "text before a suffix"
         )
-    first, between, last = ([_numbers(tokenizer)[name]] if name else [] for name in found)
+    first, between, last = ([_numbers(tokenizer)[name]] if name else [] for name in names)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     prefix, suffix = as_plain(tokenizer, prefix), as_plain(tokenizer, suffix)
     context, left = encoded_plain(encode, before), encoded_plain(encode, prefix)
     right = encoded_inside(partial(encoded_plain, encode), suffix)
     start = [token for token in tokenizer.encode("")[:1] if token == tokenizer.bos_token_id]
-    if found[0] in SUFFIX_FIRST:
+    if names[0] in SUFFIX_FIRST:
         head, behind = [*start, *between, *right, *first, *context, *left], last
     else:
         head, behind = [*start, *context, *first, *left], [*between, *right, *last]
@@ -149,12 +149,12 @@ def repository(
         own: the name of the file with the cursor.
     """
     known = _numbers(tokenizer)
-    found = next((names for names in FILE_TOKENS if known.keys() >= {*names}), None)
-    if found is None:
+    file_names = next((names for names in FILE_TOKENS if known.keys() >= {*names}), None)
+    if file_names is None:
         return "".join(f"{text}\n\n" for _, text in excerpts)
     excerpts = [(file, as_plain(tokenizer, text)) for file, text in excerpts]
-    files = "".join(f"{found[1]}{file}\n{text}" for file, text in excerpts)
-    return f"{found[0]}{name}\n{files}{found[1]}{own}\n"
+    files = "".join(f"{file_names[1]}{file}\n{text}" for file, text in excerpts)
+    return f"{file_names[0]}{name}\n{files}{file_names[1]}{own}\n"
 
 
 def read_middles(

@@ -151,8 +151,8 @@ def short(text: str) -> str:
     if text.startswith("Unsatisfiable schema: Regex is empty"):
         return "no text fits what it says of a string (pattern, format, enum, lengths)"
     for words, ours in REWORDED:
-        if found := re.match(words, text):
-            return found.expand(ours)
+        if match := re.match(words, text):
+            return match.expand(ours)
     pattern = re.search(r"regex parse error:\s+(.*)\n|in regex /(.*)/$", text)
     own = (pattern[1] or pattern[2])[:200] if pattern else "the pattern"
     if "look-around" in text or "lookarounds" in text:
@@ -212,10 +212,10 @@ def _choices(grammar: Grammar, special: Mapping[str, int], parts: list[dict[str,
         for text in (grammar.opening, grammar.between, grammar.behind, grammar.again)
     )
     more = f"({between} @{name})*" if between else ""
-    found = f"{opening} @{name} {more} {behind}"
+    choices = f"{opening} @{name} {more} {behind}"
     if grammar.instead is not None:
-        found += f" | {_choices(grammar.instead, special, parts)}"
-    return f"({found}) ({again} ({found}))*" if again else found
+        choices += f" | {_choices(grammar.instead, special, parts)}"
+    return f"({choices}) ({again} ({choices}))*" if again else choices
 
 
 def thought_of(grammar: Grammar, special: Mapping[str, int]) -> tuple[str, str]:

@@ -317,8 +317,8 @@ def _without_listed_patterns(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     left, own = {}, dict(listed)
     for pattern, one in patterns.items():
-        found = NAMED.fullmatch(pattern)
-        names = (found[1] or found[2]).split("|") if found else []
+        match = NAMED.fullmatch(pattern)
+        names = (match[1] or match[2]).split("|") if match else []
         if not own.keys() & set(names):
             left[pattern] = one
             continue
@@ -362,7 +362,7 @@ def is_remark(schema: dict[str, Any]) -> bool:
 
 def remarks(text: str) -> list[str]:
     """Returns the names of the formats in a schema that are passed over."""
-    found = dict[str, None]()
+    texts = dict[str, None]()
 
     def look(schema: Any, names: bool = False) -> None:
         if isinstance(schema, list):
@@ -370,7 +370,7 @@ def remarks(text: str) -> list[str]:
                 look(one)
         if isinstance(schema, dict):
             if not names and is_remark(schema):
-                found[schema["format"]] = None
+                texts[schema["format"]] = None
             for k, v in schema.items():
                 if names or k not in _VALUES:
                     look(v, not names and k in _NAMES)
@@ -379,7 +379,7 @@ def remarks(text: str) -> list[str]:
         look(json.loads(text))
     except (ValueError, RecursionError):
         return []  # reading it says why it cannot be used
-    return [*found]
+    return [*texts]
 
 
 def _bounded_format(schema: dict[str, Any]) -> dict[str, Any]:

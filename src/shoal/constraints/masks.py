@@ -65,11 +65,11 @@ def forced(row: Row, draft: Sequence[int], vocab_size: int) -> tuple[int, list[i
         drafted EOS; and the tokens of the longest text that one of them forces behind these.
     """
     head = list(takewhile(lambda token: token not in row.eos, draft))
-    found = [_forced_by(constraint, state, head) for constraint, state in row.constraints]
-    kept = min((count for count, _ in found), default=len(head))
-    if any(count > kept for count, _ in found):
-        found = [_forced_by(each, state, head[:kept]) for each, state in row.constraints]
-    run = max((tokens for _, tokens in found), key=len, default=())
+    forced_tokens = [_forced_by(constraint, state, head) for constraint, state in row.constraints]
+    kept = min((count for count, _ in forced_tokens), default=len(head))
+    if any(count > kept for count, _ in forced_tokens):
+        forced_tokens = [_forced_by(each, state, head[:kept]) for each, state in row.constraints]
+    run = max((tokens for _, tokens in forced_tokens), key=len, default=())
     usual = takewhile(lambda token: token < vocab_size and token not in row.eos, run)
     return kept, list(usual)
 

@@ -197,9 +197,9 @@ def jedi_analyser() -> Analyser:
             return ()
         try:
             return {
-                found.name
-                for found in jedi.Script(before + behind).complete(line, column)
-                if found.type != "keyword"
+                completion.name
+                for completion in jedi.Script(before + behind).complete(line, column)
+                if completion.type != "keyword"
             }
         except Exception:  # of source that is being written jedi fails in many ways
             return ()
@@ -313,10 +313,10 @@ class LanguageServer:
         line, start = before.count("\n"), before.rfind("\n") + 1
         place = types.Position(line, len(before[start:].encode("utf-16-le")) // 2)
         asked = types.CompletionParams(types.TextDocumentIdentifier(uri), place)
-        found = await self._client.text_document_completion_async(asked)
-        items = getattr(found, "items", found) or []
+        completions = await self._client.text_document_completion_async(asked)
+        items = getattr(completions, "items", completions) or []
         words = any(item.kind in _OTHER for item in items)  # no members: words of the text, headers
-        if words or getattr(found, "is_incomplete", False):
+        if words or getattr(completions, "is_incomplete", False):
             return ()
         return {name for item in items if (name := _name(item))}
 
@@ -333,8 +333,8 @@ class LanguageServer:
 def _name(item: Any) -> str:
     """Returns the name that a completion writes; "" if it begins otherwise."""
     written = item.text_edit.new_text if item.text_edit else item.insert_text or item.label
-    found = _NAME.match(written)
-    return found[0] if found else ""
+    match = _NAME.match(written)
+    return match[0] if match else ""
 
 
 @cache

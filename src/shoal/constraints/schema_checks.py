@@ -77,8 +77,8 @@ def require_writable(value: Any) -> None:
     while parts:
         one = parts.pop()
         parts += _parts(one)
-        if isinstance(one, str) and (found := UNWRITTEN.search(one)):
-            raise unwritable(found[0], "const or enum")
+        if isinstance(one, str) and (match := UNWRITTEN.search(one)):
+            raise unwritable(match[0], "const or enum")
 
 
 def unwritable(character: str, place: str) -> RequestError:
@@ -130,12 +130,12 @@ def with_joined_bounds(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     parts = [with_joined_bounds(part) for part in parts]
     whole = [schema, *parts]
-    found = {word: [one[word] for one in whole if word in one] for word in BOUNDS}
-    if not all(is_number(bound) for bounds in found.values() for bound in bounds):
+    bounds_by_word = {word: [one[word] for one in whole if word in one] for word in BOUNDS}
+    if not all(is_number(bound) for bounds in bounds_by_word.values() for bound in bounds):
         return schema  # "exclusiveMinimum": true of draft 4, or no bound at all
     joined = {
         word: max(bounds) if BOUNDS[word] > 0 else min(bounds)
-        for word, bounds in found.items()
+        for word, bounds in bounds_by_word.items()
         if bounds
     }
     left = [{k: v for k, v in part.items() if k not in BOUNDS} for part in parts]
@@ -373,5 +373,5 @@ def _values(schema: Any) -> list[Any] | None:
         or (kind is not None and kind not in TYPES)
     ):
         return None
-    found = {comparable(value): value for value in reversed(given)}
-    return [value for (own, _), value in reversed(found.items()) if kind in (None, own)]
+    by_value = {comparable(value): value for value in reversed(given)}
+    return [value for (own, _), value in reversed(by_value.items()) if kind in (None, own)]

@@ -294,12 +294,12 @@ def resolved(root: Schema, reference: str) -> Schema:
 
     For any other reference it returns True, which every value fits.
     """
-    found = root
+    target = root
     steps = unquote(reference).split("/")
     for step in steps[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(name, True) if isinstance(found, dict) else True
-    return found if steps[0] == "#" else True
+        target = target.get(name, True) if isinstance(target, dict) else True
+    return target if steps[0] == "#" else True
 
 
 def _types(parts: Sequence[Part]) -> set[str]:

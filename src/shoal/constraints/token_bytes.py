@@ -64,8 +64,8 @@ def has_byte_level(tokenizer: Any) -> bool:
 
 def fallback(piece: str) -> bytes | None:
     """Returns the byte of a token of SentencePiece's byte fallback; None for other tokens."""
-    found = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
-    return bytes.fromhex(found[1]) if found else None
+    match = re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)
+    return bytes.fromhex(match[1]) if match else None
 
 
 def sentence_piece(piece: str) -> bytes:

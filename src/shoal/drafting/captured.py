@@ -227,30 +227,30 @@ class CapturedRounds:
         """
         target, round_, work = self._target, running.round, running.work
         round_.require_same_weights()  # while the device works
-        found = round_.collect(running.launched, running.places)
+        decided = round_.collect(running.launched, running.places)
         for runner, passes in ((target, 1), (self._runner, work.k)):
             if runner is not None and runner.captures is not None and passes:
                 runner.captures.ran[round_.kind] += passes
         # Surplus drafts count as well: they leave keys and values.
-        if not (found.sound.all() and found.drafts.min(initial=0) >= 0):
+        if not (decided.sound.all() and decided.drafts.min(initial=0) >= 0):
             self._drop()
-            if found.too_few:
+            if decided.too_few:
                 round_.widen()
             self._undo(work)
             return None
         if round_.unchecked("verify"):
             with round_.comparing():
-                check_verdict(round_, work, found, target)
+                check_verdict(round_, work, decided, target)
         if self._ahead is not None:
-            lengths = list(map(add, work.plan.starts, (1 + found.accepted).tolist()))
+            lengths = list(map(add, work.plan.starts, (1 + decided.accepted).tolist()))
             self._ahead = self._ahead._replace(lengths=lengths)
         target.cache.wrote(work.plan)
-        target.counts.add(1, found.verifying, CAPTURED)
+        target.counts.add(1, decided.verifying, CAPTURED)
         if work.first is not None and self._drafter is not None and self._runner is not None:
-            self._runner.counts.add(work.k, found.drafting, CAPTURED)
+            self._runner.counts.add(work.k, decided.drafting, CAPTURED)
             self._runner.cache.wrote(work.first, ahead=work.k - 1)
             self._drafter.leave_out(work.rows, work.lengths, work.held)
-        return _outcome(found, work)
+        return _outcome(decided, work)
 
     def _drop(self) -> None:
         """Waits for a round that was launched ahead, and lets go of its results.
@@ -262,8 +262,8 @@ class CapturedRounds:
         if ahead is None:
             return
         self.launched_ahead["dropped"] += 1
-        found = ahead.round.collect(ahead.launched, range(len(ahead.work.rows)))
-        if not found.sound.all():
+        decided = ahead.round.collect(ahead.launched, range(len(ahead.work.rows)))
+        if not decided.sound.all():
             for cache in ahead.caches:
                 for slot in range(min(len(ahead.work.rows), cache.slots)):
                     cache.zero_tail(slot, cache.lengths[slot])

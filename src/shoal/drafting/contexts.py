@@ -63,8 +63,8 @@ class Contexts:
 
     def of(self, row: Row) -> Context:
         """Returns the context of a row; begins it if the row is new."""
-        found = self._of.get(row)
-        if found is None:
+        context = self._of.get(row)
+        if context is None:
             request = self._prompt(row.request)
             tokens = list(request.prompt_ids)
             own = Row(
@@ -76,8 +76,8 @@ class Contexts:
                 eos=frozenset(),
                 max_length=row.max_length,
             )
-            found = self._of[row] = Context(own, row.prompt_length, len(tokens))
-        return found
+            context = self._of[row] = Context(own, row.prompt_length, len(tokens))
+        return context
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -138,22 +138,22 @@ class Contexts:
         """Returns the prompt in the drafter's ids, with at least one id."""
         key = id(request)
         if key not in self._prompts:
-            found = list(self._draft.begin)
+            ids = list(self._draft.begin)
             texts: list[int] = []
             for token in (*request.prompt_ids, None):
                 if token is not None and token in self._target.pieces:
                     texts.append(token)
                     continue
-                first = len(found) == len(self._draft.begin)
-                found += self._draft.ids(
+                first = len(ids) == len(self._draft.begin)
+                ids += self._draft.ids(
                     self._target.text(texts) if first else self._target.spelled(texts), first=first
                 )
                 texts = []
                 same = None if token is None else self.same.get(token)
-                found += [] if same is None or same in self._draft.begin else [same]
+                ids += [] if same is None or same in self._draft.begin else [same]
             self._prompts[key] = (
                 request,
-                Request(tuple(found or [self._draft.end or 0]), request.n, owner=request.owner),
+                Request(tuple(ids or [self._draft.end or 0]), request.n, owner=request.owner),
             )
         return self._prompts[key][1]
 
@@ -215,9 +215,11 @@ class StringDrafts:
             if len(tokens) == steps:
                 break
             last = runner.feed(slots, best[:, None], [1] * len(slots))[:, -1]
-        found = torch.stack(tokens, dim=1).tolist()
-        self._drafter.clean([row for row, own in zip(inputs.rows, found, strict=True) if -1 in own])
-        return found, torch.stack(sure, dim=1).tolist()
+        token_lists = torch.stack(tokens, dim=1).tolist()
+        self._drafter.clean(
+            [row for row, own in zip(inputs.rows, token_lists, strict=True) if -1 in own]
+        )
+        return token_lists, torch.stack(sure, dim=1).tolist()
 
     def _guess(self, row: Row, written: Sequence[int], sure: Sequence[float], length: int) -> Guess:
         """Returns the target's tokens of the text that the drafter wrote, up to a special token."""
@@ -248,7 +250,7 @@ class StringDrafts:
         ours = self._vocabularies.target
         for start in ours.windows(tokens):
             window = list(tokens[start:])
-            found = ours.ids(ours.spelled(window) + text)
-            if found[: len(window)] == window:
-                return found[len(window) :]
+            ids = ours.ids(ours.spelled(window) + text)
+            if ids[: len(window)] == window:
+                return ids[len(window) :]
         return []

@@ -236,10 +236,10 @@ def _opened(path: str, size: int, changed: int, inode: int) -> Index:
 
 def _checksum(data: memoryview) -> int:
     """Returns the checksum of the data, read in blocks so that it need not stay in memory."""
-    found = 0
+    checksum = 0
     for start in range(0, len(data), BLOCK):
-        found = zlib.crc32(data[start : start + BLOCK], found)
-    return found
+        checksum = zlib.crc32(data[start : start + BLOCK], checksum)
+    return checksum
 
 
 LONGEST = DEPTH // 2
@@ -308,8 +308,8 @@ class CorpusPlace(NamedTuple):
         weights: dict[int, float] = {}
         for part, first, last in self.intervals:
             looked = range(first, last, max((last - first) // COUNTED, 1))
-            found = Counter(part.tokens[part.places[place] + self.length] for place in looked)
-            for token, seen in found.items():
+            followers = Counter(part.tokens[part.places[place] + self.length] for place in looked)
+            for token, seen in followers.items():
                 weights[token] = weights.get(token, 0.0) + seen * (last - first) / len(looked)
         weights.pop(END, None)
         return sorted((weight, token) for token, weight in weights.items())
@@ -339,14 +339,14 @@ class Corpus:
         The end has at most `LONGEST` tokens.
         """
         end = list(tokens[-LONGEST:])
-        found: dict[int, tuple[Interval, ...]] = {}
+        intervals: dict[int, tuple[Interval, ...]] = {}
 
         def stands(length: int) -> bool:
-            found[length] = self._intervals(end[len(end) - length :])
-            return bool(found[length])
+            intervals[length] = self._intervals(end[len(end) - length :])
+            return bool(intervals[length])
 
         longest = _longest(stands, len(end))
-        return CorpusPlace(found[longest], longest) if longest else NOWHERE
+        return CorpusPlace(intervals[longest], longest) if longest else NOWHERE
 
     def _intervals(self, tokens: Sequence[int]) -> tuple[Interval, ...]:
         """Returns the intervals of the parts that have these tokens and go on after them."""

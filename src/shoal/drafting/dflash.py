@@ -282,8 +282,10 @@ class BlockDrafter(Eagle3Drafter):
             states, self._rows(plan), plan.starts, plan.counts, strict=True
         ):
             if row is not None:
-                found = self._features(row, start + 1, count)  # the states before those tokens
-                own[count - len(found) : count] = found
+                states_before = self._features(
+                    row, start + 1, count
+                )  # the states before those tokens
+                own[count - len(states_before) : count] = states_before
         return states
 
 

@@ -310,7 +310,7 @@ class Eagle3Drafter(ModelDrafter):
         states = torch.zeros(
             plan.rows, plan.q, heads.width, dtype=self.model.dtype, device=self.model.device
         )
-        places, found = [], []
+        places, parts = [], []
         before, self._columns = self._columns, []
         for b, (row, start, count) in enumerate(
             zip(self._rows(plan), plan.starts, plan.counts, strict=True)
@@ -319,7 +319,7 @@ class Eagle3Drafter(ModelDrafter):
             if row is not None and own:
                 features = self._features(row, start, own)
                 places += [(b, own - len(features) + j) for j in range(len(features))]
-                found.append(features)
+                parts.append(features)
             for column in range(own, count):
                 parent = (
                     0
@@ -332,7 +332,7 @@ class Eagle3Drafter(ModelDrafter):
             self._columns.append(slice(0, count) if 0 < own < count else slice(count - 1, count))
         if places:
             rows, columns = zip(*places, strict=True)
-            states[list(rows), list(columns)] = heads.read(torch.cat(found))
+            states[list(rows), list(columns)] = heads.read(torch.cat(parts))
         return states
 
     def _rows(self, plan: Plan) -> list[Row | None]:
@@ -364,15 +364,15 @@ class Eagle3Drafter(ModelDrafter):
         They are looked for from the last one on: a round needs the last few of a long text.
         """
         behind, pieces = self._own.get(row, (0, []))
-        found = []
+        parts = []
         for piece in reversed(pieces):
             if behind <= start:
                 break
             first = behind - len(piece)
             if first < stop:
-                found.append(piece[max(start - first, 0) : stop - first])
+                parts.append(piece[max(start - first, 0) : stop - first])
             behind = first
-        return found[::-1]
+        return parts[::-1]
 
 
 class Eagle3TreeDrafter(Eagle3Drafter, TreeDrafter):

@@ -127,10 +127,10 @@ class EarlyExitDrafter(Drafter):
             for _ in own
         ]
         p = _at(logits, temperatures)
-        found = [
+        counts = [
             float(torch.minimum(p, _at(self._head(layer), temperatures)).sum()) for layer in states
         ]
-        return found, len(temperatures)
+        return counts, len(temperatures)
 
     def take_counters(self) -> DraftCounters:
         exits = (drafter.take_counters() for drafter in self._exits.values())
@@ -260,14 +260,14 @@ class ExitChoice:
             columns: the number of columns.
         """
         self._columns = KEPT * self._columns + columns
-        for exit, found in zip(self.exits, agreed, strict=True):
-            self._agreed[exit] = KEPT * self._agreed[exit] + found
+        for exit, count in zip(self.exits, agreed, strict=True):
+            self._agreed[exit] = KEPT * self._agreed[exit] + count
 
     @property
     def acceptances(self) -> dict[int, float]:
         """The acceptance rate of each exit; empty until a round has compared them."""
         if self._columns:
-            return {exit: found / self._columns for exit, found in self._agreed.items()}
+            return {exit: count / self._columns for exit, count in self._agreed.items()}
         return {}
 
     def best(self, most: int) -> tuple[int, int]:

@@ -92,7 +92,7 @@ class Follower:
         """
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        found: list[float] = []
+        logprobs: list[float] = []
         written = rollouts.completion_mask.any(1).nonzero()[:, 0].tolist()
         tokens, order = 0, list[int]()
         with torch.inference_mode(False), torch.enable_grad():
@@ -102,12 +102,12 @@ class Follower:
                     order += [written[place] for place in places]
                 chosen, order = order[:rows], order[rows:]
                 accepted, count = self._step(rollouts, chosen, given_logits)
-                found.append(accepted)
+                logprobs.append(accepted)
                 tokens += count
         with torch.no_grad():
             for own, trained in self._pairs:
                 own.copy_(trained)
-        return Realignment(tuple(found), tokens)
+        return Realignment(tuple(logprobs), tokens)
 
     def _step(
         self, rollouts: Rollouts, chosen: Sequence[int], given_logits: Tensor | None
@@ -197,13 +197,13 @@ def require_steps(steps: object, rows: object, rate: float) -> tuple[int, int]:
 def copy_beside(weights: nn.Module, target: nn.Module) -> nn.Module:
     """Copies a drafter's weights in float32; those of the target stay the target's."""
     theirs = {id(one): one for one in (*target.modules(), *tensors(target))}
-    found = copy.deepcopy(weights, dict(theirs)).eval().requires_grad_(False)
-    for module in found.modules():
+    copied = copy.deepcopy(weights, dict(theirs)).eval().requires_grad_(False)
+    for module in copied.modules():
         if id(module) not in theirs:
             module._apply(
                 lambda one: one.float() if one.is_floating_point() else one, recurse=False
             )
-    return found
+    return copied
 
 
 def unpadded(rollouts: Rollouts, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -84,11 +84,11 @@ class _Row:
         known = {-1: -1}
         for node, (token, parent) in enumerate(zip(guess.tokens, _parents(guess), strict=True)):
             if parent in known:
-                found = self.nodes.get((known[parent], token))
-                if found is None:
+                joint = self.nodes.get((known[parent], token))
+                if joint is None:
                     yield node, known[parent]
                 else:
-                    known[node] = found
+                    known[node] = joint
 
     def join(self, guess: Guess, left_out: set[int]) -> None:
         """Adds a guess, without the nodes in `left_out` and their descendants."""
@@ -131,9 +131,9 @@ def _unlikely(
 
     The sets are empty if there is no q.
     """
-    found: list[set[int]] = [set() for _ in rows]
+    tokens_by_row: list[set[int]] = [set() for _ in rows]
     if siblings is None:
-        return found
+        return tokens_by_row
     asked = [
         (b, node, siblings.contexts[b][parent + 1], guess.tokens[node])
         for b, (row, guess) in enumerate(zip(rows, guesses, strict=True))
@@ -141,14 +141,14 @@ def _unlikely(
         if siblings.contexts[b][parent + 1] >= 0
     ]
     if not asked:
-        return found
+        return tokens_by_row
     whose, nodes, contexts, tokens = zip(*asked, strict=True)
     q = siblings.q[torch.tensor(contexts, device=siblings.q.device)]
     likelier = (q > q.gather(1, torch.tensor(tokens, device=q.device)[:, None])).sum(-1)
     for b, node, before in zip(whose, nodes, likelier.tolist(), strict=True):
         if before >= CHOICES:
-            found[b].add(node)
-    return found
+            tokens_by_row[b].add(node)
+    return tokens_by_row
 
 
 def _extended(siblings: Siblings, rows: Sequence[_Row]) -> Siblings:
@@ -211,9 +211,9 @@ class ForcedTokens:
             return tree
         heads = [draft[:count] for draft, count in zip(tree.drafts, kept, strict=True)]
         drafts = [head + run for head, run in zip(heads, runs, strict=True)]
-        found = DraftTree.of(drafts, device=tree.tokens.device, steps=tree.steps)
+        tree_of_drafts = DraftTree.of(drafts, device=tree.tokens.device, steps=tree.steps)
         q = None if tree.q is None else with_point_masses(tree.q, runs, kept)
-        return self._named(replace(found, q=q), tree, kept)
+        return self._named(replace(tree_of_drafts, q=q), tree, kept)
 
     def _grown(self, rows: Sequence[Row], tree: DraftTree) -> DraftTree:
         """Returns trees that may branch with the forced tokens behind their leaves, and their root.

@@ -141,12 +141,12 @@ class Growth:
 
     def nodes_without_q(self) -> list[Node]:
         """Returns the nodes whose children are wanted and whose q is not known."""
-        found = {
+        best = {
             place.parent: None
             for place in self._shape.chosen(self.nodes)
             if place.is_place and place.parent
         }
-        return [node for node in found if node.context < 0]
+        return [node for node in best if node.context < 0]
 
     def inner(self, asked: Sequence[Node]) -> list[Node]:
         """Returns the nodes of the trees whose q is known or asked for, parents first.
@@ -215,7 +215,7 @@ class Growth:
         )
         self._left[contexts[once], tokens[once]] = 0.0
         after = self._left[contexts].sum(dim=1, dtype=torch.float64)
-        found = zip(
+        drawn_tokens = zip(
             tokens.tolist(),
             mass.tolist(),
             before.tolist(),
@@ -223,7 +223,7 @@ class Growth:
             numbers[:, 1].tolist(),
             strict=True,
         )
-        for place, drawn in zip(places, found, strict=True):
+        for place, drawn in zip(places, drawn_tokens, strict=True):
             self._fill(place, *drawn)
 
     def _uniforms(self, rows: Sequence[int]) -> npt.NDArray[np.float64]:

@@ -186,15 +186,15 @@ class MedusaDrafter(LastStateDrafter):
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         started = time.perf_counter()
-        found = [
+        best_tokens = [
             self.state_of(row) if length else None
             for row, length in zip(inputs.rows, inputs.lengths, strict=True)
         ]
-        states = [state for state in found if state is not None]
+        states = [state for state in best_tokens if state is not None]
         following = iter(self._following(torch.stack(states)) if states else ())
         guesses = [
             NOTHING if state is None else independent(next(following), length, self.max_nodes)
-            for state, length in zip(found, inputs.lengths, strict=True)
+            for state, length in zip(best_tokens, inputs.lengths, strict=True)
         ]
         self._passes += bool(states)
         self._seconds += time.perf_counter() - started

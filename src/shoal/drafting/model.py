@@ -349,7 +349,7 @@ class OrdinarySteps:
     def __call__(self, uniforms: Tensor, lengths: Sequence[int]) -> DraftedStep:
         logits = self._drafter.of_target(self.logits(lengths))
         positions = Positions(self._rows, self._histories, first=self.steps)
-        found = draws(
+        drawn = draws(
             logits[:, None],
             positions,
             self._inputs.sampler,
@@ -358,8 +358,8 @@ class OrdinarySteps:
             want_p=self._needs_q,
             want_highest=self._inputs.stop is not None,
         )
-        q, tokens = None if found.p is None else found.p[:, 0], found.tokens[:, 0]
-        confidence = found.probs[:, 0] if found.highest is None else found.highest[:, 0]
+        q, tokens = None if drawn.p is None else drawn.p[:, 0], drawn.tokens[:, 0]
+        confidence = drawn.probs[:, 0] if drawn.highest is None else drawn.highest[:, 0]
         if self._faults:
             sound = torch.tensor(
                 [row not in self._faults for row in self._rows], device=tokens.device

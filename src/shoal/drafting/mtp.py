@@ -125,15 +125,15 @@ class CascadeDrafter(MtpDrafter):
 
         They are zeros for rows that begin.
         """
-        heads, found = self._heads, []
+        heads, parts = self._heads, []
         for row, start in zip(self._rows(plan), plan.starts, strict=True):
             known = [] if row is None else [self._last.get(row), self._ends.get(id(row.request))]
             fitting = (one[1] for one in known if one is not None and one[0] == start - 1)
             none = torch.zeros(
                 heads.depth, heads.width, dtype=self.model.dtype, device=self.model.device
             )
-            found.append(next(fitting, none))
-        return torch.stack(found, dim=1)
+            parts.append(next(fitting, none))
+        return torch.stack(parts, dim=1)
 
     def note(self, plan: Plan, results: Tensor) -> None:
         """Keeps the results of a first pass, [layers, rows, q, width], that later passes read."""
@@ -191,13 +191,13 @@ class CascadeModel(Eagle3Model):
 
         if not step:
             states, before = self._states(plan), drafter.before(plan)
-            drawing_states, found = torch.empty(0), []
+            drawing_states, parts = torch.empty(0), []
             for number in range(depth):
                 packed, own = compute(number, states)
                 drawing_states = packed if number == 0 else drawing_states
                 states = torch.cat([before[number][:, None], own[:, :-1]], dim=1)
-                found.append(own)
-            results = torch.stack(found)
+                parts.append(own)
+            results = torch.stack(parts)
             ends = torch.tensor(plan.counts, device=results.device) - 1
             self._results = results[:, torch.arange(plan.rows, device=results.device), ends]
             drafter.note(plan, results)

@@ -54,25 +54,25 @@ def exits_of(model: Runner) -> tuple[list[int], float]:
         UnsupportedModel: the model cannot leave after its first layers.
     """
     config = getattr(model.hf, "config", None)
-    found, enough = getattr(config, EXITS, None), getattr(config, CONFIDENCE, ENOUGH)
-    if not found:
+    exits, enough = getattr(config, EXITS, None), getattr(config, CONFIDENCE, ENOUGH)
+    if not exits:
         return [], ENOUGH
-    whole = isinstance(found, list) and all(
-        isinstance(layers, int) and not isinstance(layers, bool) for layers in found
+    whole = isinstance(exits, list) and all(
+        isinstance(layers, int) and not isinstance(layers, bool) for layers in exits
     )
     if (
         not whole
-        or sorted(set(found)) != found
+        or sorted(set(exits)) != exits
         or not isinstance(enough, float | int)
         or not 0 <= enough <= 1
     ):
         raise RequestError(
             f"{model.name}: config.json needs rising numbers of layers for {EXITS} and a "
-            f"probability for {CONFIDENCE}, got {found!r} and {enough!r}"
+            f"probability for {CONFIDENCE}, got {exits!r} and {enough!r}"
         )
-    for layers in found:
+    for layers in exits:
         require_exit(model, layers)
-    return found, float(enough)
+    return exits, float(enough)
 
 
 class MultiExitDrafter(ModelDrafter):
@@ -159,19 +159,19 @@ class _ExitSteps(OrdinarySteps):
         exits = self._exits
         # The first pass of a cache must go through all layers.
         first = 0 if len(exits.runner.cache) == exits.layers[-1] else len(exits.models) - 1
-        found = self._pass(first, range(len(lengths)))
+        logits_of_pass = self._pass(first, range(len(lengths)))
         self._count(first, len(drafting))
         for exit in range(first + 1, len(exits.models)):
-            sure = found[drafting].float().softmax(-1).amax(-1) >= exits.enough
+            sure = logits_of_pass[drafting].float().softmax(-1).amax(-1) >= exits.enough
             drafting = [
                 row for row, leaves in zip(drafting, sure.tolist(), strict=True) if not leaves
             ]
             if not drafting:
                 break
-            found[drafting] = self._pass(exit, drafting)
+            logits_of_pass[drafting] = self._pass(exit, drafting)
             exits.used[exits.layers[exit - 1]] -= len(drafting)
             self._count(exit, len(drafting))
-        return found
+        return logits_of_pass
 
     def _count(self, exit: int, rows: int) -> None:
         self._exits.used[self._exits.layers[exit]] += rows

@@ -122,11 +122,11 @@ def copied(tokens: Sequence[int], place: int, length: int) -> list[int]:
 
     Beyond the end the copied tokens are repeated, as in a text that repeats itself.
     """
-    found = list(tokens[place : place + length])
-    period = len(found)
-    while len(found) < length:
-        found.append(found[-period])
-    return found
+    copy = list(tokens[place : place + length])
+    period = len(copy)
+    while len(copy) < length:
+        copy.append(copy[-period])
+    return copy
 
 
 UNSEEN = 0.5

@@ -88,8 +88,8 @@ class DraftModel:
         kept = vocabulary.kept_of(source, tokenizers.draft) if named else None
         runner = load(kept)
         other = vocabulary.compared(target, runner, tokenizers.target, tokenizers.draft)
-        found = vocabulary.proposable(other, kept, target.vocab_size)
-        return DraftModel.of(runner, target, found)
+        kept_ids = vocabulary.proposable(other, kept, target.vocab_size)
+        return DraftModel.of(runner, target, kept_ids)
 
     def require_guide(self) -> None:
         """Raises PairMismatch if the model cannot guide the target.

@@ -257,9 +257,9 @@ class PpdDrafter(Drafter):
         choices = most_probable(
             scores.columns[torch.arange(len(rows), device=device)[:, None], index], CHOICES
         )
-        for row, found, columns in zip(rows, choices, behind, strict=True):
+        for row, choice, columns in zip(rows, choices, behind, strict=True):
             if columns:
-                self._known[row] = list(found[: len(columns)])
+                self._known[row] = list(choice[: len(columns)])
 
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -332,13 +332,13 @@ def _seconds(target: Runner, rows: Sequence[tuple[int, int, int]], columns: int)
     """
     runner = target.over_same_cache(target.hf, target.lean)
     block = torch.tensor([[token] * (1 + columns) for _, token, _ in rows], device=target.device)
-    found = []
+    seconds = []
     for _ in range(TIMES):
         started = time.perf_counter()
         runner.feed([slot for slot, _, _ in rows], block, [1 + columns] * len(rows))
         if target.device.type == "cuda":
             torch.cuda.synchronize(target.device)
-        found.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - started)
         for slot, _, length in rows:
             runner.cache.rollback(slot, length)
-    return min(found)
+    return min(seconds)

@@ -213,11 +213,11 @@ class RecyclingDrafter(TextDrafter):
 
 def _last(positions: Positions, row: int, column: int) -> list[int]:
     """Returns the last two drafted tokens before a column, or fewer if there are not as many."""
-    found: list[int] = []
-    while column and len(found) < 2:
-        found.insert(0, positions.drafts[row][column - 1])
+    tokens: list[int] = []
+    while column and len(tokens) < 2:
+        tokens.insert(0, positions.drafts[row][column - 1])
         column = positions.parent(row, column)
-    return found
+    return tokens
 
 
 def _following(

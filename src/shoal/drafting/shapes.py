@@ -64,7 +64,7 @@ class RsdS(Shape):
         return self.width
 
     def chosen(self, nodes: Sequence[Node]) -> list[Node]:
-        found: list[Node] = []
+        best_nodes: list[Node] = []
         sizes: dict[tuple[int, int], int] = defaultdict(int)
         kept: set[Node | None] = set()
         for node in sorted(nodes, key=lambda n: (n.depth, n.time, -n.value, n.number)):
@@ -73,8 +73,8 @@ class RsdS(Shape):
             ):
                 sizes[node.row, node.depth] += 1
                 kept.add(node)
-                found.append(node)
-        return _first(self.most, found)
+                best_nodes.append(node)
+        return _first(self.most, best_nodes)
 
 
 @dataclass(frozen=True)
@@ -120,25 +120,25 @@ class DySpec(Shape):
 
     def chosen(self, nodes: Sequence[Node]) -> list[Node]:
         rows: dict[int, int] = {node.row: 0 for node in nodes}
-        found: list[Node] = []
+        best_nodes: list[Node] = []
         for node in sorted(nodes, key=lambda n: (-n.value, n.depth, n.number)):
-            if len(found) == self.nodes * len(rows):
+            if len(best_nodes) == self.nodes * len(rows):
                 break
             if rows[node.row] < self.most:
                 rows[node.row] += 1
-                found.append(node)
-        return found
+                best_nodes.append(node)
+        return best_nodes
 
 
 def _first(most: int, nodes: Sequence[Node]) -> list[Node]:
     """Returns the first nodes, at most `most` of each row."""
-    found: list[Node] = []
+    first_nodes: list[Node] = []
     rows: dict[int, int] = defaultdict(int)
     for node in nodes:
         if rows[node.row] < most:
             rows[node.row] += 1
-            found.append(node)
-    return found
+            first_nodes.append(node)
+    return first_nodes
 
 
 def shape_of(name: str, width: int, nodes: int) -> Shape:
@@ -202,10 +202,10 @@ def reached(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
         parents: the parents of the nodes; -1 is the root.
         chances: for each node, the probability that its token follows its parent.
     """
-    found = [1.0]
+    reach = [1.0]
     for parent, chance in zip(parents, chances, strict=True):
-        found.append(found[parent + 1] * chance)
-    return found
+        reach.append(reach[parent + 1] * chance)
+    return reach
 
 
 def ends(parents: Sequence[int], reach: Sequence[float]) -> list[float]:
@@ -213,10 +213,10 @@ def ends(parents: Sequence[int], reach: Sequence[float]) -> list[float]:
 
     The path reaches the column, and none of its children.
     """
-    found = list(reach)
+    probabilities = list(reach)
     for parent, own in zip(parents, reach[1:], strict=True):
-        found[parent + 1] -= own
-    return [max(chance, 0.0) for chance in found]
+        probabilities[parent + 1] -= own
+    return [max(chance, 0.0) for chance in probabilities]
 
 
 def placed(
@@ -232,7 +232,7 @@ def placed(
         most: the most prompt tokens of all columns together.
         limits: the most prompt tokens of each column.
     """
-    found = [0] * len(ending)
+    counts = [0] * len(ending)
     heap = [
         (-chance * gains[0], column)
         for column, chance in enumerate(ending)
@@ -243,10 +243,10 @@ def placed(
         if not heap or -heap[0][0] < LEAST:
             break
         column = heap[0][1]
-        found[column] += 1
-        more = found[column] < min(limits[column], len(gains))
-        heapreplace(heap, (-ending[column] * gains[found[column]] if more else 0.0, column))
-    return found
+        counts[column] += 1
+        more = counts[column] < min(limits[column], len(gains))
+        heapreplace(heap, (-ending[column] * gains[counts[column]] if more else 0.0, column))
+    return counts
 
 
 @lru_cache(maxsize=64)
@@ -267,11 +267,11 @@ def planned(accuracies: Accuracies, columns: int) -> TreePlan:
             accuracies[depth - 1][rank] for rank, depth in zip(guess.tokens, depths, strict=True)
         ]
         shapes.append((parents, reached(parents, chances)))
-    found = [
+    plans = [
         _improved(shapes, columns, first * np.arange(states, dtype=np.float64) ** power)
         for first, power in STARTS
     ]
-    return max(found, key=lambda plan: plan.tokens)
+    return max(plans, key=lambda plan: plan.tokens)
 
 
 def _improved(
@@ -313,10 +313,10 @@ def chosen(accuracies: Accuracies, seconds: Callable[[int], float]) -> TreePlan 
 
 
 def _depths(parents: Sequence[int]) -> list[int]:
-    found = [0]
+    depths = [0]
     for parent in parents:
-        found.append(found[parent + 1] + 1)
-    return found[1:]
+        depths.append(depths[parent + 1] + 1)
+    return depths[1:]
 
 
 def _gains(values: Array) -> tuple[float, ...]:

@@ -138,7 +138,7 @@ class StringRejection:
         while len(q) < max(lengths):
             j, faults = len(q), Faults()
             logits = passes.logits([length > j for length in lengths])
-            found = draws(
+            drawn = draws(
                 logits[:, None],
                 Positions(rows, drafts, first=j),
                 inputs.sampler,
@@ -147,15 +147,15 @@ class StringRejection:
                 want_p=inputs.needs_q,
                 want_highest=inputs.stop is not None,
             )
-            q.append(logits if found.p is None else found.p[:, 0])
+            q.append(logits if drawn.p is None else drawn.p[:, 0])
             if inputs.stop is not None:
-                highest = found.probs if found.highest is None else found.highest
+                highest = drawn.probs if drawn.highest is None else drawn.highest
                 sure = [
                     0.0 if row in faults else value
                     for row, value in zip(rows, highest[:, 0].tolist(), strict=True)
                 ]
                 lengths = [min(pair) for pair in zip(lengths, inputs.stop(j, sure), strict=True)]
-            for b, (row, token) in enumerate(zip(rows, found.tokens[:, 0].tolist(), strict=True)):
+            for b, (row, token) in enumerate(zip(rows, drawn.tokens[:, 0].tolist(), strict=True)):
                 if row in faults or passes.failed[b]:
                     lengths[b] = min(lengths[b], j)
                 if lengths[b] > j:
@@ -295,8 +295,8 @@ class _Round:
 
 
 def _probabilities(logits: Tensor) -> npt.NDArray[np.float64]:
-    found: npt.NDArray[np.float64] = logits.double().softmax(-1).cpu().numpy()
-    return found
+    probs: npt.NDArray[np.float64] = logits.double().softmax(-1).cpu().numpy()
+    return probs
 
 
 def _tree(

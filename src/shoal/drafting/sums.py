@@ -103,8 +103,8 @@ class SumDrafter(Drafter):
                 0 if guess.tokens else length
                 for guess, length in zip(guesses, inputs.lengths, strict=True)
             ]
-            found = self.texts[member].guesses(replace(inputs, lengths=lengths))
-            for i, (row, guess) in enumerate(zip(inputs.rows, found, strict=True)):
+            chains = self.texts[member].guesses(replace(inputs, lengths=lengths))
+            for i, (row, guess) in enumerate(zip(inputs.rows, chains, strict=True)):
                 if joins:
                     trees[i] = trees[i] if trees[i].tokens else guess
                 elif guess.tokens and self._first.takes(row, member, guess.confidence[0]):

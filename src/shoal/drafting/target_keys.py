@@ -75,17 +75,17 @@ class AssistantDrafter(LastStateDrafter):
         """Drafts for rows of which the target has a state, and keys beside a stored prompt's."""
         if self._lent is None:
             raise InternalError("a drafter that reads its target was not attached to an engine")
-        found = [
+        drafts = [
             self.state_of(row) if length and _has_keys(row) else None
             for row, length in zip(inputs.rows, inputs.lengths, strict=True)
         ]
-        states = [state for state in found if state is not None]
+        states = [state for state in drafts if state is not None]
         if not states:
             return tree_of([NOTHING] * len(inputs.rows), inputs)
         self._lent.model.states = torch.stack(states)[:, None]
         lengths = [
             0 if state is None else length
-            for state, length in zip(found, inputs.lengths, strict=True)
+            for state, length in zip(drafts, inputs.lengths, strict=True)
         ]
         return self._lent.propose(replace(inputs, lengths=lengths))
 
@@ -150,11 +150,11 @@ class _LentSteps(OrdinarySteps):
         slots = [self.slots[row] for row in drafting]
         for slot in slots:
             runner.cache.rollback(slot, runner.cache.lengths[slot] - 1)
-        found = runner.feed(slots, block, [1] * len(slots))[:, -1]
+        logits_of_pass = runner.feed(slots, block, [1] * len(slots))[:, -1]
         if len(drafting) == len(self.slots):
-            return found
-        whole = found.new_zeros(len(self.slots), found.shape[-1])
-        whole[drafting] = found
+            return logits_of_pass
+        whole = logits_of_pass.new_zeros(len(self.slots), logits_of_pass.shape[-1])
+        whole[drafting] = logits_of_pass
         return whole
 
 

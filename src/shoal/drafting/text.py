@@ -99,9 +99,9 @@ class TextDrafter(Drafter):
             self._preparing += time.perf_counter() - started
             started = time.perf_counter()
         pairs = zip(inputs.rows, inputs.lengths, strict=True)
-        found = [self.guess(row, length) if length else NOTHING for row, length in pairs]
+        own_guesses = [self.guess(row, length) if length else NOTHING for row, length in pairs]
         self._drafting += time.perf_counter() - started
-        return found
+        return own_guesses
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         return tree_of(self.guesses(inputs), inputs)
@@ -143,13 +143,13 @@ def with_point_masses(
     """
     starts = [0] * len(drafts) if firsts is None else firsts
     most = max(first + len(draft) for first, draft in zip(starts, drafts, strict=True))
-    found = [values.clone() for values in q]
-    found += [torch.zeros_like(q[0]) for _ in range(most - len(q))]
+    columns = [values.clone() for values in q]
+    columns += [torch.zeros_like(q[0]) for _ in range(most - len(q))]
     for row, (first, draft) in enumerate(zip(starts, drafts, strict=True)):
-        for values, token in zip(found[first:], draft, strict=False):
+        for values, token in zip(columns[first:], draft, strict=False):
             values[row] = 0.0
             values[row, token] = 1.0
-    return found
+    return columns
 
 
 def tree_of(guesses: Sequence[Guess], inputs: DraftInputs) -> DraftTree:
@@ -255,10 +255,10 @@ def chain(place: Place, following: Following[Place], length: int) -> Guess:
     confidence: list[float] = []
     path = 1.0
     while len(tokens) < length:
-        found = next(iter(following(place)), None)
-        if found is None:
+        next_guess = next(iter(following(place)), None)
+        if next_guess is None:
             break
-        token, sure, place = found
+        token, sure, place = next_guess
         path *= sure
         if path < FLOOR:
             break

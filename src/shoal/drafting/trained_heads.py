@@ -46,8 +46,8 @@ def once(target: Runner, directory: str, load: Callable[[Path, Runner], Heads]) 
     key = f"{load.__qualname__} {Path(directory).resolve()}"
     if key not in known:
         known[key] = load(Path(directory), target)
-    found: Heads = known[key]
-    return found
+    heads: Heads = known[key]
+    return heads
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -57,14 +57,14 @@ def read_config(directory: Path) -> dict[str, Any]:
         RequestError: there is no config.json, or it holds no object.
     """
     try:
-        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RequestError(
             f"no heads in {directory}: its config.json cannot be read ({error})"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise RequestError(f"no heads in {directory}: its config.json holds no object")
-    return found
+    return config
 
 
 def whole_number(
@@ -103,10 +103,10 @@ def read_tensors(directory: Path, *names: str) -> dict[str, Tensor]:
         raise RequestError(
             f"no heads in {directory}: expected {' or '.join(names)} beside config.json"
         )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            found |= (
+            tensors |= (
                 load_file(file)
                 if file.suffix == ".safetensors"
                 else torch.load(file, map_location="cpu", weights_only=True)
@@ -115,7 +115,7 @@ def read_tensors(directory: Path, *names: str) -> dict[str, Tensor]:
             raise ModelError(
                 f"{file} is damaged ({str(error).splitlines()[0]:.200}); download or train it again"
             ) from error
-    return found
+    return tensors
 
 
 def fill(

@@ -46,12 +46,14 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
             continue
         columns = [0, *(node + 1 for node in paths[b])]
         path = [*(tree.drafts[b][node] for node in paths[b]), following[b]]
-        found = _refused(row, path, columns, scores)
+        refusals = _refused(row, path, columns, scores)
         if row.request.weighted:
-            weights[b] = _weights(scores, b, path if found is None else path[: found[0]], columns)
-        if found is None:
+            weights[b] = _weights(
+                scores, b, path if refusals is None else path[: refusals[0]], columns
+            )
+        if refusals is None:
             continue
-        depth, states = found
+        depth, states = refusals
         try:
             drawn, probability, weight = _drawn(
                 scores, b, columns[depth], len(row.tokens) + depth, states, path[depth]
@@ -111,7 +113,7 @@ def _weights(scores: Scores, b: int, path: Sequence[int], columns: Sequence[int]
 
     Each of them passes its checks, and is the first token drawn at its place.
     """
-    row, found = scores.positions.rows[b], []
+    row, weights = scores.positions.rows[b], []
     states, start = row.checks, len(row.tokens)
     for depth, token in enumerate(path):
         try:
@@ -119,14 +121,14 @@ def _weights(scores: Scores, b: int, path: Sequence[int], columns: Sequence[int]
             _, weight = awrs(
                 p, token, partial(_passes, row, states), *_draws(row.seed, start + depth)
             )
-            found.append(math.log(weight))
+            weights.append(math.log(weight))
             if token in row.eos:
                 break
             states = [(check, check.after(state, token)) for check, state in states]
         except Exception as error:  # of a check that a user wrote
             _fail(scores, row, columns[depth], error)
             break
-    return found
+    return weights
 
 
 def _p(scores: Scores, b: int, column: int) -> Tensor:

@@ -291,10 +291,10 @@ def _cut(row: Row, text: str, kept: int) -> tuple[str, int, str | None]:
         return text, kept, "complete"
     tokens = row.tokens[row.prompt_length :][:kept]
     scores = end_scores(row.logprobs[:kept], row.end_logprobs)
-    found = row.cutting.best_end(tokens, scores, len(text))
-    if found is None or row.finish_reason == "error":
+    best_end = row.cutting.best_end(tokens, scores, len(text))
+    if best_end is None or row.finish_reason == "error":
         return text, kept, "incomplete"
-    size, count = found
+    size, count = best_end
     return text[:size], count, "cut"
 
 

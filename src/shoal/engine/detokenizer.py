@@ -245,7 +245,9 @@ class Detokenizer:
             marked: the length of the marked text before the token.
             held_back: the text that is held back, because its last character is incomplete.
         """
-        found: list[tuple[int, int, bool]] = []  # where the text ends, with the stop string or not
+        stops_in_text: list[
+            tuple[int, int, bool]
+        ] = []  # where the text ends, with the stop string or not
         for stop, is_marked in self._stops:
             spelled = self._marked if is_marked else None
             own, start = (self.text, before) if spelled is None else (spelled.text, marked)
@@ -258,9 +260,9 @@ class Detokenizer:
             if at >= 0:
                 ends = at, at + len(stop)
                 cut, end = ends if spelled is None else map(spelled.unmarked, ends)
-                found.append((cut, end, stop in self._rules.stops.shown))
-        if found:
-            cut, end, shown = min(found, key=lambda one: one[0])
+                stops_in_text.append((cut, end, stop in self._rules.stops.shown))
+        if stops_in_text:
+            cut, end, shown = min(stops_in_text, key=lambda one: one[0])
             text = self.text + held_back
             self.text, self.ends[-1] = text[: end if shown else cut], len(text)
             self.kept = len(self.ends) if shown else self.covering(cut)

@@ -75,10 +75,10 @@ def logprobs_of(
     known = verdict.raw_logprobs
     raw = _raw(scores.logits, blocks, columns) if known is None else known.tolist()
     processed = verdict.probs.log().tolist()
-    found = []
+    logprobs = []
     for b, row in enumerate(rows):
         if not (row.request.top_logprobs or row.request.weighted or row.cutting is not None):
-            found.append(Logprobs(raw[b], processed[b]))
+            logprobs.append(Logprobs(raw[b], processed[b]))
             continue
         weights, seen = _weights(scores, row, b, blocks[b], columns[b])
         if row.request.distinct:
@@ -86,8 +86,8 @@ def logprobs_of(
         checked = verdict.check_weights.get(b, ())
         weights = [one + other for one, other in zip_longest(weights, checked, fillvalue=0.0)]
         top, ends = _top(scores, row, b, columns[b]), _ends(scores, row, b, columns[b])
-        found.append(Logprobs(raw[b], processed[b], top, weights, ends, seen))
-    return found
+        logprobs.append(Logprobs(raw[b], processed[b], top, weights, ends, seen))
+    return logprobs
 
 
 def _ends(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[float]:
@@ -161,11 +161,11 @@ def _raw(
     ]
     index = torch.tensor(places, dtype=torch.long, device=logits.device)
     at = max(1, _TOGETHER // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(rows))
-    found: list[float] = []
+    logprobs: list[float] = []
     for row, column, token in index.split(at, dim=1) if rows else ():
-        found += _log_softmax(logits[row, column]).gather(1, token[:, None]).squeeze(1).tolist()
+        logprobs += _log_softmax(logits[row, column]).gather(1, token[:, None]).squeeze(1).tolist()
     ends = list(accumulate(map(len, blocks)))
-    return [found[end - len(block) : end] for end, block in zip(ends, blocks, strict=True)]
+    return [logprobs[end - len(block) : end] for end, block in zip(ends, blocks, strict=True)]
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

@@ -86,15 +86,15 @@ class PrefixMemory:
         ids = torch.arange(PROBED, device=runner.device)[None] % min(
             runner.known_ids, runner.vocab_size
         )
-        logits, found = runner.feed([0], ids, [PROBED]).clone(), sums(runner.hf)
+        logits, checksums = runner.feed([0], ids, [PROBED]).clone(), sums(runner.hf)
         if (
             self._probed is None
             or not torch.equal(logits, self._probed)
-            or len(found) != len(self._sums)
-            or not all(map(torch.equal, found, self._sums))
+            or len(checksums) != len(self._sums)
+            or not all(map(torch.equal, checksums, self._sums))
         ):
             self.clear()
-        self._probed, self._sums = logits, found
+        self._probed, self._sums = logits, checksums
 
 
 class PrefixCache:

@@ -68,13 +68,13 @@ class Passage:
         if self._over:
             return False
         if self._first_only:
-            found = self._opening.match(text, 0, start)
+            match = self._opening.match(text, 0, start)
         else:
-            found = self._opening.search(text, self._at, start)
-        if found is None:
+            match = self._opening.search(text, self._at, start)
+        if match is None:
             self._at = max(self._at, min(start, sure) - self._longest)
             return False
-        self._inside, self._at = True, found.end()
+        self._inside, self._at = True, match.end()
         return True
 
 

@@ -95,19 +95,23 @@ class GenerateCall:
         """
         ends: Sequence[int | None] = ()
         if suffix is None:
-            found = read_prompts(prompts, tokenizer)
+            prompt_pairs = read_prompts(prompts, tokenizer)
         else:
-            found, ends = read_middles(prompts, suffix, tokenizer)
+            prompt_pairs, ends = read_middles(prompts, suffix, tokenizer)
         samplings, limits, speculation = split_for_each(
-            with_token_ids(options, tokenizer), len(found)
+            with_token_ids(options, tokenizer), len(prompt_pairs)
         )
         counts = (
-            list_of("n", n, len(found)) if isinstance(n := plain(n), Sequence) else [n] * len(found)
+            list_of("n", n, len(prompt_pairs))
+            if isinstance(n := plain(n), Sequence)
+            else [n] * len(prompt_pairs)
         )
-        behind = [suffix] * len(found) if suffix is None or isinstance(suffix, str) else suffix
-        ends = ends or [None] * len(found)
+        behind = (
+            [suffix] * len(prompt_pairs) if suffix is None or isinstance(suffix, str) else suffix
+        )
+        ends = ends or [None] * len(prompt_pairs)
         return cls(
-            prompts=found,
+            prompts=prompt_pairs,
             suffixes=behind,
             ends=ends,
             counts=counts,
@@ -270,7 +274,7 @@ class RequestValidator:
                 to be aligned.
         """
         sampling, prompt = request.sampling, request.prompt_ids
-        found: list[tuple[Runner, Sequence[int], str]] = [(self._target, prompt, "prompt")]
+        readers: list[tuple[Runner, Sequence[int], str]] = [(self._target, prompt, "prompt")]
         own = [name for name in GUIDES_PROMPTS.values() if getattr(sampling, name)]
         if not sampling.guidance:
             if sampling.plausibility:
@@ -281,7 +285,7 @@ class RequestValidator:
                 raise RequestError(f"{name} goes with guidance: set guidance")
             if sampling.posterior:
                 raise RequestError("posterior goes with guidance: set guidance")
-            return found
+            return readers
         if not self._guides:
             raise RequestError(
                 "guidance needs a guide, and there is none: load the model with guide=MODEL "
@@ -296,8 +300,8 @@ class RequestValidator:
             )
         for one in self._guides:
             other, name = one.own_prompt(sampling), GUIDES_PROMPTS[one.role].replace("_", " ")
-            found.append((one.runner, other or prompt, name if other else "prompt"))
-        return sorted(found, key=lambda reader: reader[0].context)
+            readers.append((one.runner, other or prompt, name if other else "prompt"))
+        return sorted(readers, key=lambda reader: reader[0].context)
 
     def _check_prompt(self, request: Request) -> None:
         ids = request.prompt_ids
@@ -346,7 +350,7 @@ class RequestValidator:
         if self.tokenizer is None:
             raise RequestError("a grammar needs a tokenizer, and this engine has none")
         compiled = grammars_of(self.tokenizer, self.vocab_size)
-        found: list[Constraint[Any]] = [
+        constraints: list[Constraint[Any]] = [
             compiled.constraint(grammar) for grammar in grammars
         ]  # each by itself first: errors then name the right one
         regular = [
@@ -354,11 +358,13 @@ class RequestValidator:
             *(matching(grammar.text) for grammar in grammars if grammar.kind == "regex"),
         ]
         if len(regular) > 1 or filters:
-            found = [
-                one for one, grammar in zip(found, grammars, strict=True) if grammar.kind != "regex"
+            constraints = [
+                one
+                for one, grammar in zip(constraints, grammars, strict=True)
+                if grammar.kind != "regex"
             ]
-            found.append(self._together(regular))
-        return [*found, *own]
+            constraints.append(self._together(regular))
+        return [*constraints, *own]
 
     def _together(self, filters: Sequence[Filter]) -> Constraint[Any]:
         """Returns one constraint for all filters.

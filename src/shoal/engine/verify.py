@@ -265,7 +265,11 @@ def verify(
     own = logits[:, : tree.m + 1]
     if guides and tree.probes is not None:  # vectors of the target alone
         block = _block(target, rows, replace(tree, probes=None))
-    guiding = [found for one in guides if (found := one.logits(rows, block)) is not None]
+    guiding = [
+        logits_of_guide
+        for one in guides
+        if (logits_of_guide := one.logits(rows, block)) is not None
+    ]
     odds = None
     if guiding:
         samplings = [row.request.sampling for row in rows]

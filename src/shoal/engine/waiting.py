@@ -134,8 +134,8 @@ class Turns:
                 of other rows.
         """
         row, turn = next(iter(self._turns.items()))
-        found = (self._rows.get((turn, group)) for group in cached)
-        return next((other for other in found if other is not None), row)
+        candidates = (self._rows.get((turn, group)) for group in cached)
+        return next((other for other in candidates if other is not None), row)
 
 
 class GroupSizes:

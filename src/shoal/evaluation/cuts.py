@@ -60,15 +60,15 @@ def cuts(
 
     Seed and problem decide which place is cut.
     """
-    found = []
+    cuts_of_text = []
     for problem in problems:
         whole = problem.prompt + (problem.canonical or "")
         by_kind = places(tokenizer, whole, len(problem.prompt))
         for kind in kinds:
             if by_kind[kind]:
                 chosen = random.Random(f"{seed} {kind} {problem.task_id}").choice(by_kind[kind])
-                found.append(Cut(problem, kind, *chosen))
-    return found
+                cuts_of_text.append(Cut(problem, kind, *chosen))
+    return cuts_of_text
 
 
 def places(tokenizer: Any, whole: str, first: int) -> dict[str, list[tuple[int, int]]]:
@@ -80,26 +80,28 @@ def places(tokenizer: Any, whole: str, first: int) -> dict[str, list[tuple[int, 
         first: the place from which cuts are of interest, in characters: the length of a prompt.
     """
     vocabulary = {spelled for spelled in token_bytes(tokenizer) if spelled}
-    found: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
+    by_kind: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
     for start, end in tokens_of(tokenizer, whole):
         token = whole[start:end]
         if start < first:
             continue
         if re.fullmatch(r" ?\w+", token):
-            found["word"] += [(cut, start) for cut in range(start + 1 + token.startswith(" "), end)]
+            by_kind["word"] += [
+                (cut, start) for cut in range(start + 1 + token.startswith(" "), end)
+            ]
         if re.fullmatch(r" \S+", token):
-            found["space"].append((start + 1, start))
+            by_kind["space"].append((start + 1, start))
         if re.fullmatch(r" ?[^\w\s]{2,}", token):
-            found["punctuation"] += [
+            by_kind["punctuation"] += [
                 (cut, start) for cut in range(start + 1 + token.startswith(" "), end)
             ]
         if token.isspace() and "\n" not in token and whole[start - 1] == "\n":
-            found["prefix-indent"] += [(cut, start) for cut in range(start + 1, end)]
+            by_kind["prefix-indent"] += [(cut, start) for cut in range(start + 1, end)]
         if SIGNS.fullmatch(token) and any(
             len(own) > len(token) and own.startswith(token.encode()) for own in vocabulary
         ):
-            found["prefix-sep"].append((end, end))
-    return found
+            by_kind["prefix-sep"].append((end, end))
+    return by_kind
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[tuple[int, int]]:
@@ -155,11 +157,11 @@ def written(
         if not place:
             for variant in VARIANTS:
                 _write(pair, cut, variant, n, options)
-        found = {
+        samples = {
             variant: _write(pair, cut, variant, n, options)
             for variant in orders[place % len(orders)]
         }
-        yield [found[variant] for variant in VARIANTS]
+        yield [samples[variant] for variant in VARIANTS]
 
 
 def _write(

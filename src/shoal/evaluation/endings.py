@@ -111,8 +111,8 @@ def _closing_brace(language: str, prompt: str, text: str) -> tuple[int | None, i
 def function_end(language: str, prompt: str, text: str) -> int | None:
     """Returns the place in a text behind the function that the prompt begins; None without one."""
     if language == "ruby":
-        found = re.search(r"^end\b", text, re.MULTILINE)
-        return found.end() if found else None
+        match = re.search(r"^end\b", text, re.MULTILINE)
+        return match.end() if match else None
     return _closing_brace(language, prompt, text)[0] if language in COMMENTS else None
 
 
@@ -204,12 +204,12 @@ class _Piece:
 
 def _closure(names: Iterable[str], pieces: Iterable[_Piece]) -> set[str]:
     """Adds to names those in the pieces that bind them, until no further piece binds one."""
-    found, left = set(names), list(pieces)
-    while taken := [piece for piece in left if piece.binds & found]:
-        left = [piece for piece in left if not piece.binds & found]
+    closure, left = set(names), list(pieces)
+    while taken := [piece for piece in left if piece.binds & closure]:
+        left = [piece for piece in left if not piece.binds & closure]
         for piece in taken:
-            found |= piece.binds | piece.mentions
-    return found
+            closure |= piece.binds | piece.mentions
+    return closure
 
 
 # ── Python ──────────────────────────────────────────────────────────────────────────────────────
@@ -282,8 +282,8 @@ def _defined(code: str) -> set[str]:
     code, inner = re.sub(LITERALS, '""', code, flags=re.DOTALL), 1
     while inner:  # nested brackets become empty ones, from the inside
         code, inner = re.subn(r"([(\[{])[^()\[\]{}]+([)\]}])", r"\1\2", code)
-    found = (*_DECLARED.findall(code), *_CALLABLE.findall(code), *_ASSIGNED.findall(code))
-    return {*found} - _CONTROL
+    names = (*_DECLARED.findall(code), *_CALLABLE.findall(code), *_ASSIGNED.findall(code))
+    return {*names} - _CONTROL
 
 
 def _pieces(language: str, code: str) -> Iterator[str]:

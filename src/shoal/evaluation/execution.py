@@ -207,7 +207,7 @@ def pass_counts(
         results: the results of the first pairs; there are fewer of them if execution was
             interrupted.
     """
-    given, found = {problem.task_id for problem, _ in pairs}, {}
+    given, counts = {problem.task_id for problem, _ in pairs}, {}
     for language in dict.fromkeys(problem.language for problem in problems):
         passed = [
             result.passed
@@ -215,8 +215,8 @@ def pass_counts(
             if problem.language == language
         ]
         names = {problem.task_id for problem in problems if problem.language == language}
-        found[language] = PassCounts(sum(passed), len(passed), len(names), len(names - given))
-    return found
+        counts[language] = PassCounts(sum(passed), len(passed), len(names), len(names - given))
+    return counts
 
 
 def _files(problem: Problem, completion: str, marker: str) -> dict[str, str]:

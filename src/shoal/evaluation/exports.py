@@ -38,8 +38,8 @@ class EvaluatorSet:
 
     def place(self, task_id: str) -> int | None:
         """Returns the number of a problem; None for the id of another set."""
-        found = re.fullmatch(rf"{re.escape(self.prefix)}(0|[1-9]\d*)", task_id)
-        return int(found[1]) if found and int(found[1]) < self.size else None
+        match = re.fullmatch(rf"{re.escape(self.prefix)}(0|[1-9]\d*)", task_id)
+        return int(match[1]) if match and int(match[1]) < self.size else None
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class ExportFormat:
 def _solutions(programs: Programs) -> str:
     return "".join(
         json.dumps({"task_id": task_id, "solution": program}) + "\n"
-        for task_id, found in programs.items()
-        for program in found
+        for task_id, samples in programs.items()
+        for program in samples
     )
 
 
 def _generations(programs: Programs) -> str:
-    return json.dumps([list(found) for found in programs.values()]) + "\n"
+    return json.dumps([list(samples) for samples in programs.values()]) + "\n"
 
 
 HUMANEVAL = {"humaneval": EvaluatorSet("HumanEval/", 164)}
@@ -304,7 +304,7 @@ def _ranked(
     Finished samples come first, then the order is by mean log-probability.
     """
     samples = results.attempts[name]["attempts"][method]["samples"]
-    found = list(
+    ranking = list(
         zip(
             range(1, len(samples) + 1), samples, results.grades[name]["grades"][method], strict=True
         )
@@ -314,7 +314,7 @@ def _ranked(
         mean = item[1]["mean_logprob"]
         return (item[2] is None, math.inf if mean is None else -mean)
 
-    return sorted(found, key=key)
+    return sorted(ranking, key=key)
 
 
 def _mark(grade: Mapping[str, Any] | None, score: str) -> str:

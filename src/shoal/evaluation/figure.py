@@ -235,15 +235,15 @@ def findings(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _over_budgets(summary: Mapping[str, Any], pair: Mapping[str, Any], which: str) -> str:
-    found = pair[which]
+    curve = pair[which]
     low, high = (
-        f"{100 * found[end]['difference']:+.1f} points at {found[end]['budget']:.3g} s"
+        f"{100 * curve[end]['difference']:+.1f} points at {curve[end]['budget']:.3g} s"
         for end in ("loss", "gain")
     )
     return (
         f"{_names(pair)}, {metric_name(summary['scores'][0], which)}: better at "
-        f"{found['better']} and worse at {found['worse']} of "
-        f"{found['budgets']} budgets (95 % interval of the difference); from {low} to {high}."
+        f"{curve['better']} and worse at {curve['worse']} of "
+        f"{curve['budgets']} budgets (95 % interval of the difference); from {low} to {high}."
     )
 
 

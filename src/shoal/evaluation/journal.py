@@ -166,8 +166,8 @@ class Evaluation:
 
         There may be several, as a run may be continued on another machine.
         """
-        found = [entry["loaded"] for entry in self.samples.entries.values() if "loaded" in entry]
-        return [settings for i, settings in enumerate(found) if settings not in found[:i]]
+        reports = [entry["loaded"] for entry in self.samples.entries.values() if "loaded" in entry]
+        return [settings for i, settings in enumerate(reports) if settings not in reports[:i]]
 
     def results(self, scores: Sequence[str]) -> Results:
         """Returns all samples and grades."""

@@ -230,19 +230,19 @@ def _attributes(value: Any, own: str) -> Any:
     kind: Any = type(value)
     if isinstance(value, enum.Enum):
         return (kind.__name__, True, (), None, "name", value.name, "value", value.value)
-    found, added = {}, {}
+    attributes, added = {}, {}
     for base in reversed(kind.__mro__[:-1]):
         for name, each in vars(base).items():
             method = callable(each) or hasattr(each, "__func__")
             if isinstance(each, types.MemberDescriptorType) and hasattr(value, name):
-                found[name] = getattr(value, name)
+                attributes[name] = getattr(value, name)
             elif name[:2] != "__" and not method:
                 with suppress(Exception):  # a property's
                     added[name] = getattr(value, name)
-    found.update(getattr(value, "__dict__", {}))
+    attributes.update(getattr(value, "__dict__", {}))
     kept, more = (
         tuple(each for pair in pairs.items() if _sendable(pair[1], own) for each in pair)
-        for pairs in (found, added)
+        for pairs in (attributes, added)
     )
     texts = None
     if kind.__str__ is not object.__str__ or kind.__repr__ is not object.__repr__:

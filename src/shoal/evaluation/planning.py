@@ -231,12 +231,12 @@ class ProblemRun:
             top = max(CANDIDATES, self.config.width)
             rows = self.write(prompts, 1, limits=limits, temperature=0, top_logprobs=top)
             written = dict(zip(going, rows, strict=True))
-        found = [self._roll_out(leaf, written.get(i)) for i, leaf in enumerate(leaves)]
-        rewards = [0.0] * len(found)
+        rollouts = [self._roll_out(leaf, written.get(i)) for i, leaf in enumerate(leaves)]
+        rewards = [0.0] * len(rollouts)
         if self.config.horizon is None:
             costs = [written[i].new_tokens if i in written else 0 for i in range(len(leaves))]
-            rewards = self.judge([each.whole for each in found], costs)
-        for leaf, roll_out, reward in zip(leaves, found, rewards, strict=True):
+            rewards = self.judge([each.whole for each in rollouts], costs)
+        for leaf, roll_out, reward in zip(leaves, rollouts, rewards, strict=True):
             leaf.roll_out = replace(roll_out, reward=reward), 0
 
     def _has_ended(self, path: Sequence[int]) -> bool:

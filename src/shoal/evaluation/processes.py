@@ -33,10 +33,10 @@ def descendants() -> list[int]:
         with contextlib.suppress(OSError):  # ended meanwhile
             parent = int(_read(f"/proc/{name}/stat").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(name))
-    found = children.get(os.getpid(), [])
-    for pid in found:  # the list grows during the loop
-        found.extend(children.get(pid, []))
-    return found
+    pids = children.get(os.getpid(), [])
+    for pid in pids:  # the list grows during the loop
+        pids.extend(children.get(pid, []))
+    return pids
 
 
 def may_inspect_all() -> bool:

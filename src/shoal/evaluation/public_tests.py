@@ -60,8 +60,8 @@ class PublicTests:
         """
         if result.passed:
             return 1.0
-        found = re.search(rf"{self.mark} (\d+)", result.detail)
-        return int(found[1]) / self.count if found else 0.0
+        match = re.search(rf"{self.mark} (\d+)", result.detail)
+        return int(match[1]) / self.count if match else 0.0
 
 
 def published(problem: Problem, which: str) -> tuple[PublicTests, Problem] | None:
@@ -97,7 +97,7 @@ def examples(prompt: str, entry_point: str) -> list[str]:
     (`==`, `=>`, `->`, `➞`, `returns`, ...), or in the next line of an example of doctest. Others
     are left out.
     """
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for match in re.finditer(rf"\b{re.escape(entry_point)}\(", prompt):
         call = _call(prompt, match.start())
         if call is None:
@@ -108,8 +108,8 @@ def examples(prompt: str, entry_point: str) -> list[str]:
         value = None if between is None else _literal(prompt[between.end() :].partition("\n")[0])
         if value is not None:
             call = " ".join(call.split("\n"))
-            found[f"assert {call} == {value}"] = None
-    return list(found)
+            texts[f"assert {call} == {value}"] = None
+    return list(texts)
 
 
 def _call(text: str, start: int) -> str | None:

@@ -121,8 +121,13 @@ class Sampler:
                     "loaded": self.loaded,
                 }
                 continue
-            found = {method: attempts[method] for method in self.config.methods}
-            yield {"task_id": task.task_id, "error": None, "attempts": found, "loaded": self.loaded}
+            by_method = {method: attempts[method] for method in self.config.methods}
+            yield {
+                "task_id": task.task_id,
+                "error": None,
+                "attempts": by_method,
+                "loaded": self.loaded,
+            }
 
     def attempt(self, method: str, task: Task, prompt: str | list[int]) -> dict[str, Any]:
         """Decodes one problem by one method.
@@ -181,12 +186,12 @@ def spans(tokenizer: Any, prompt_ids: Sequence[int], sample: Sample) -> list[tup
     for token in sample.token_ids:
         detokenizer.push(token)
     ends = [*detokenizer.ends[:-1], len(sample.text)]
-    found: list[tuple[str, bool]] = []
+    pieces: list[tuple[str, bool]] = []
     start = 0
     for end, drafted in zip(ends, sample.from_draft, strict=False):
         text, start = sample.text[start:end], max(start, end)
-        if found and found[-1][1] == drafted:
-            found[-1] = (found[-1][0] + text, drafted)
+        if pieces and pieces[-1][1] == drafted:
+            pieces[-1] = (pieces[-1][0] + text, drafted)
         elif text:
-            found.append((text, drafted))
-    return found
+            pieces.append((text, drafted))
+    return pieces

@@ -122,9 +122,7 @@ def find_toolchain(language: str, sandbox: Sandbox) -> Toolchain:
     """
     known = LANGUAGES[language]
     paths = {name: _candidates(name) for name in known.programs}
-    refusal = next(
-        (f"there is no {name} on PATH" for name, found in paths.items() if not found), ""
-    )
+    refusal = next((f"there is no {name} on PATH" for name, path in paths.items() if not path), "")
     if not refusal:
         for chosen in product(*paths.values()):
             toolchain = Toolchain(dict(zip(paths, chosen, strict=True)))

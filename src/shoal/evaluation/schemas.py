@@ -93,10 +93,10 @@ def read_schemas(folder: Path) -> list[Schema]:
     """
     if not folder.is_dir():
         raise RequestError(f"{str(folder)!r} is no directory: --data takes one with schemas")
-    found = [schema for file in sorted(folder.rglob("*.json*")) for schema in _read(file, folder)]
-    if not found:
+    schemas = [schema for file in sorted(folder.rglob("*.json*")) for schema in _read(file, folder)]
+    if not schemas:
         raise RequestError(f"{str(folder)!r} has no .json or .jsonl files")
-    return found
+    return schemas
 
 
 def _read(file: Path, folder: Path) -> Iterator[Schema]:

@@ -321,12 +321,12 @@ def _against(
     bootstrap: Bootstrap,
 ) -> dict[str, Any]:
     """Compares one method with another: over all budgets, and without a budget."""
-    found: dict[str, Any] = {
+    comparison: dict[str, Any] = {
         "method": method,
         "other": other,
         "samples": len(results.names) * results.n,
     }
-    found["same_ids"] = sum(
+    comparison["same_ids"] = sum(
         mine["token_ids"] == theirs["token_ids"]
         for name in results.names
         for mine, theirs in zip(*(_samples(results, name, w) for w in (method, other)), strict=True)
@@ -335,18 +335,18 @@ def _against(
         bands = _bands(
             _over(tables[method], grid, metric) - _over(tables[other], grid, metric), bootstrap
         )
-        found[name] = _dominance(bands, grid)
+        comparison[name] = _dominance(bands, grid)
     if results.scores[0] == PASSED:
         for k in _ks(results.n):
             difference = tables[method].at(k, math.inf) - tables[other].at(k, math.inf)
             low, high = bootstrap.interval(difference)
-            found[f"pass@{k}"] = {
+            comparison[f"pass@{k}"] = {
                 "mean": float(difference.mean()),
                 "low": float(low),
                 "high": float(high),
                 "p": permutation_test(tables[method], tables[other], k),
             }
-    return found
+    return comparison
 
 
 def _samples(results: Results, name: str, method: str) -> Sequence[Mapping[str, Any]]:

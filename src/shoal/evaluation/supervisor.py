@@ -294,13 +294,13 @@ def _raise_oom_score() -> None:
 
 def _owned_memory(uid: int | None) -> list[os.DirEntry[str]]:
     """Returns the files of a program's user in the machine's /dev/shm."""
-    found = []
+    entries = []
     with contextlib.suppress(OSError):
         for entry in [] if uid is None else os.scandir("/dev/shm"):
             with contextlib.suppress(OSError):  # removed meanwhile
                 if entry.stat(follow_symlinks=False).st_uid == uid:
-                    found.append(entry)
-    return found
+                    entries.append(entry)
+    return entries
 
 
 def _is_full(workdirs: list[str], bounds: dict[str, Any], used: int) -> bool:

@@ -297,12 +297,12 @@ def grade_entries(
     wanted = [(entry["task_id"], text) for entry in entries for text in _completions(entry)]
     grades = iter(grader(wanted))
     for entry in entries:
-        found = {text: asdict(next(grades)) for text in _completions(entry)}
+        grades_by_text = {text: asdict(next(grades)) for text in _completions(entry)}
         yield {
             "task_id": entry["task_id"],
             "grades": {
                 method: [
-                    found[sample["completion"]] if sample["finished"] else None
+                    grades_by_text[sample["completion"]] if sample["finished"] else None
                     for sample in attempt["samples"]
                 ]
                 for method, attempt in entry["attempts"].items()

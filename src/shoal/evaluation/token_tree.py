@@ -86,10 +86,10 @@ class TokenNode:
     @property
     def above(self) -> list[TokenNode]:
         """This node and those above it, the root first."""
-        found = [self]
-        while found[-1].parent is not None:
-            found.append(found[-1].parent)
-        return found[::-1]
+        ancestors = [self]
+        while ancestors[-1].parent is not None:
+            ancestors.append(ancestors[-1].parent)
+        return ancestors[::-1]
 
     @property
     def path(self) -> list[int]:

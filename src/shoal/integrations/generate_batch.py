@@ -229,10 +229,10 @@ def _by_step(rows: Sequence[Sequence[Tensor] | Iterator[Tensor]], width: int) ->
     Zeros stand after a row's end.
     """
     steps = [list(row) for row in rows]
-    found = next((step for row in steps for step in row), None)
-    if found is None:  # the time was over before the first round
+    first_step = next((step for row in steps for step in row), None)
+    if first_step is None:  # the time was over before the first round
         return ()
-    zeros = torch.zeros_like(found, dtype=torch.float32)
+    zeros = torch.zeros_like(first_step, dtype=torch.float32)
     return tuple(
         torch.stack([row[t].float() if t < len(row) else zeros for row in steps])
         for t in range(width)
@@ -257,14 +257,14 @@ def random_settings(hf: nn.Module) -> list[str]:
 
     The list is empty if there are none.
     """
-    found = {
+    settings = {
         f"{name}.p={m.p:g}": None
         for name, m in hf.named_modules()
         if isinstance(m, _DropoutNd) and m.p > 0
     }
     for owner in (getattr(hf, "config", None), *hf.modules()):
-        found |= {f"{name}={value:g}": None for name, value in _numbers(owner) if value > 0}
-    return list(found)
+        settings |= {f"{name}={value:g}": None for name, value in _numbers(owner) if value > 0}
+    return list(settings)
 
 
 def _numbers(owner: Any) -> Iterator[tuple[str, float]]:

@@ -199,11 +199,11 @@ class ShoalLM(TemplateLM):
                 )
             pairs.append((before[-(self.max_length + 1 - len(after)) :], after))
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Log-likelihoods") as bar:
-            found = loglikelihoods(self.pair.target, pairs, bar.update)
-        for (key, _, _), answer in zip(requests, found, strict=True):
+            results = loglikelihoods(self.pair.target, pairs, bar.update)
+        for (key, _, _), answer in zip(requests, results, strict=True):
             if key is not None:  # windows of a text have none
                 self.cache_hook.add_partial("loglikelihood", key, answer)
-        return found
+        return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Computes the log-likelihoods of whole texts, in windows of `max_length` tokens.

@@ -73,7 +73,7 @@ def _scored(
     temperature: float,
     done: Callable[[int], None] = lambda count: None,
 ) -> list[tuple[list[float], bool]]:
-    found: list[tuple[list[float], bool]] = [([], True) for _ in pairs]
+    results: list[tuple[list[float], bool]] = [([], True) for _ in pairs]
     contexts = _contexts(target, pairs)
     runner = target.fork(ordinary=True)
     for start in range(0, len(contexts), ROWS):
@@ -93,10 +93,10 @@ def _scored(
                 runner, batch, {slot: pairs[pair][1] for slot, pair in asked.items()}, temperature
             )
             for slot, pair in asked.items():
-                found[pair] = scored[slot]
+                results[pair] = scored[slot]
                 runner.cache.rollback(slot, len(batch[slot].ids) - 1)
             done(len(asked))
-    return found
+    return results
 
 
 def _contexts(target: Runner, pairs: Sequence[Pair]) -> list[_Context]:

@@ -150,8 +150,8 @@ class BlockHeads(nn.Module):
             seen = attend(number, query, *_keys(own, normed, rotary))
             x = x + own.o_proj(seen.flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        found: Tensor = self.norm(x)
-        return found
+        states: Tensor = self.norm(x)
+        return states
 
 
 class BlockModel(Eagle3Model):
@@ -162,8 +162,8 @@ class BlockModel(Eagle3Model):
     """
 
     def get_output_embeddings(self) -> nn.Module:
-        found: nn.Module = self.heads.head
-        return found
+        head: nn.Module = self.heads.head
+        return head
 
     def forward(
         self,
@@ -186,22 +186,22 @@ class BlockModel(Eagle3Model):
                 "sliding_window": heads.form.windows[number],
                 "both_ways": not heads.form.causal[number],
             }
-            found: Tensor = function(self, query, keys, values, None, **options)[0]
-            return found
+            output: Tensor = function(self, query, keys, values, None, **options)[0]
+            return output
 
         return SimpleNamespace(logits=heads.logits(heads(tokens, position_ids, attend)))
 
 
 def block_config(values: dict[str, Any]) -> Qwen3Config:
     """Makes the config of the layers, see `config_of`."""
-    found: Qwen3Config = config_of(Qwen3Config, values, "vocab_size", "num_hidden_layers")
-    return found
+    config: Qwen3Config = config_of(Qwen3Config, values, "vocab_size", "num_hidden_layers")
+    return config
 
 
 def _by_head(attention: Any, projection: nn.Module, x: Tensor) -> Tensor:
     """Projects [rows, q, width] to [rows, heads, q, dim], before norms and rotary angles."""
-    found: Tensor = projection(x)
-    return found.view(*x.shape[:2], -1, attention.head_dim).transpose(1, 2)
+    projected: Tensor = projection(x)
+    return projected.view(*x.shape[:2], -1, attention.head_dim).transpose(1, 2)
 
 
 def _keys(attention: Any, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -213,5 +213,5 @@ def _keys(attention: Any, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Ten
 def _turned(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turns [rows, heads, q, dim] by the angles of its positions."""
     cos, sin = (angle.unsqueeze(1) for angle in rotary)
-    found: Tensor = x * cos + rotate_half(x) * sin
-    return found
+    turned: Tensor = x * cos + rotate_half(x) * sin
+    return turned

@@ -181,11 +181,11 @@ class Bridge:
         with self._switched(NAME), forward_context, cache.attached():
             before = _ordinary.set(_Ordinary(method, masks, cache))
             try:
-                found = self.hf(ids, use_cache=True, **{self._cache_name: cache}, **options)
+                output = self.hf(ids, use_cache=True, **{self._cache_name: cache}, **options)
             finally:
                 _ordinary.reset(before)
-        logits: Tensor = found.logits
-        return logits, _side_by_side(found, hidden_layers) if hidden_layers else None
+        logits: Tensor = output.logits
+        return logits, _side_by_side(output, hidden_layers) if hidden_layers else None
 
     def require_same_weights(self) -> None:
         """Raises ReplacedWeights if the model has other weights or layers than passes have read."""
@@ -243,8 +243,8 @@ class Bridge:
         )
         options = {"output_hidden_states": True} if layers else {}
         with self._switched("eager") if capped else nullcontext():
-            found = self.hf(tokens, use_cache=False, **options)
-        return found.logits, _side_by_side(found, layers) if layers else None
+            output = self.hf(tokens, use_cache=False, **options)
+        return output.logits, _side_by_side(output, layers) if layers else None
 
     def stepped_logits(self, tokens: Tensor, first: int) -> Tensor:
         """Computes the logits [rows, q, vocab] as Transformers' `generate` does.
@@ -252,12 +252,12 @@ class Bridge:
         Args:
             first: the number of tokens of the first call; the others follow one by one.
         """
-        found, parts = self.hf(tokens[:, :first], use_cache=True), []
+        output, parts = self.hf(tokens[:, :first], use_cache=True), []
         for token in tokens[:, first:].split(1, dim=1):
-            parts.append(found.logits)
-            cache = getattr(found, self._cache_name)
-            found = self.hf(token, use_cache=True, **{self._cache_name: cache})
-        return torch.cat([*parts, found.logits], dim=1)
+            parts.append(output.logits)
+            cache = getattr(output, self._cache_name)
+            output = self.hf(token, use_cache=True, **{self._cache_name: cache})
+        return torch.cat([*parts, output.logits], dim=1)
 
     @contextmanager
     def _switched(self, name: str) -> Iterator[None]:

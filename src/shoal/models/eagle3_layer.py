@@ -117,19 +117,19 @@ class Eagle3Heads(nn.Module):
 
     def read(self, hidden: Tensor) -> Tensor:
         """Returns the states [tokens, width] of the target's hidden states [tokens, features]."""
-        found: Tensor = self.fc(hidden)
-        return found
+        states: Tensor = self.fc(hidden)
+        return states
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the embeddings [rows, q, width] of tokens [rows, q]."""
         embedding = self._embedding[0]
-        found: Tensor = (self.embed_tokens if embedding is None else embedding)(tokens)
-        return found
+        vectors: Tensor = (self.embed_tokens if embedding is None else embedding)(tokens)
+        return vectors
 
     def drafted(self, states: Tensor) -> Tensor:
         """Computes logits over the ids that the heads draft, of the layer's states."""
-        found: Tensor = self.lm_head(self.norm(states))
-        return found
+        logits: Tensor = self.lm_head(self.norm(states))
+        return logits
 
     def logits(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of the layer's states [..., width].
@@ -148,10 +148,10 @@ class Eagle3Heads(nn.Module):
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key = _with_mask(query, key, positions)
             keys, values = cache.update(key, value, 0)
-            found: Tensor = function(
+            output: Tensor = function(
                 self, query, keys, values, None, scaling=value.shape[-1] ** -0.5
             )[0]
-            return found
+            return output
 
         return self(tokens, states, positions, attend)  # type: ignore[no-any-return]
 
@@ -216,8 +216,8 @@ class Eagle3Model(nn.Module):
         return next(self.heads.parameters()).dtype
 
     def get_output_embeddings(self) -> nn.Module:
-        found: nn.Module = self.heads.lm_head
-        return found
+        head: nn.Module = self.heads.lm_head
+        return head
 
     def forward(
         self,
@@ -300,8 +300,8 @@ def config_of(kind: Callable[..., Any], values: dict[str, Any], *names: str) -> 
 
 def layer_config(values: dict[str, Any]) -> LlamaConfig:
     """Makes the config of the layer, see `config_of`."""
-    found: LlamaConfig = config_of(LlamaConfig, values, "mlp_bias", "norm_before_residual")
-    return found
+    config: LlamaConfig = config_of(LlamaConfig, values, "mlp_bias", "norm_before_residual")
+    return config
 
 
 def flattened(values: dict[str, Any]) -> dict[str, Any]:

@@ -316,11 +316,11 @@ def prove(runner: Runner) -> None:
         "prompts as a whole": [max(lengths)],
     }
     for variant, steps in variants.items():
-        for row, expected, found in zip(
+        for row, expected, logits in zip(
             ids, single, _decode(runner, ids, steps, neighbour=True), strict=False
         ):
-            if not torch.equal(expected, found):
-                worst = float((expected - found).abs().max())
+            if not torch.equal(expected, logits):
+                worst = float((expected - logits).abs().max())
                 raise UnsupportedModel(
                     f"{runner.name} cannot be strict here: {variant} moved the logits of a row of "
                     f"{len(row)} tokens by up to {worst:.1e}; without strict, greedy ids are the "

@@ -261,13 +261,13 @@ def identity(model: str | Path, revision: str | None = None) -> str:
         return f"sha256:{digest.hexdigest()[:16]}"
     if directory is None:
         return f"{model}@{revision or 'main'}"
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for file in sorted(
         file for file in directory.iterdir() if file.suffix in OWN_SUFFIXES and file.is_file()
     ):
-        found.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-        found.update(_ends(file))
-    return f"sha256:{found.hexdigest()[:16]}"
+        hasher.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        hasher.update(_ends(file))
+    return f"sha256:{hasher.hexdigest()[:16]}"
 
 
 def people_call(model: str) -> str:

@@ -173,13 +173,13 @@ class Spelling:
             if any(i not in self.pieces for i in ids):
                 continue
             before = anchor.encode()
-            found = self.spelled(ids)
-            if first and found == b" " + data:
+            spelling = self.spelled(ids)
+            if first and spelling == b" " + data:
                 return ids
-            if found not in (before + data, b" " + before + data):
+            if spelling not in (before + data, b" " + before + data):
                 continue
             ends = list(accumulate(len(self.pieces[i]) for i in ids))
-            cut = len(found) - len(data)
+            cut = len(spelling) - len(data)
             if cut == 0:
                 return ids
             if cut in ends:
@@ -187,14 +187,14 @@ class Spelling:
         return self._by_longest(data)
 
     def _by_longest(self, data: bytes) -> list[int]:
-        found: list[int] = []
+        ids: list[int] = []
         at = 0
         while at < len(data):
             sizes = range(min(self._longest, len(data) - at), 0, -1)
             size = next((size for size in sizes if data[at : at + size] in self._ids), 0)
-            found += self._ids[data[at : at + size]][:1] if size else []
+            ids += self._ids[data[at : at + size]][:1] if size else []
             at += size or 1
-        return found
+        return ids
 
     def windows(self, tokens: Sequence[int], floor: int = 0) -> list[int]:
         """Returns the places in tokens from which they may be split anew with a text that follows.
@@ -202,14 +202,14 @@ class Spelling:
         The places are the last two tokens that begin with white space, the earlier first, and then
         the end. They are among the last `WINDOW` tokens and not before `floor`.
         """
-        found = [len(tokens)]
+        sizes = [len(tokens)]
         for at in range(len(tokens) - 1, max(floor, len(tokens) - WINDOW) - 1, -1):
             piece = self.pieces.get(tokens[at])
-            if piece is None or len(found) == 3:
+            if piece is None or len(sizes) == 3:
                 break
             if piece[:1].isspace():
-                found.append(at)
-        return found[::-1]
+                sizes.append(at)
+        return sizes[::-1]
 
 
 def _complete(data: bytes) -> int:
@@ -282,8 +282,8 @@ class TokenTrie:
 
     def inner(self, nodes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Returns a mask of the nodes that have children."""
-        found: npt.NDArray[np.bool_] = self.first[nodes + 1] > self.first[nodes]
-        return found
+        has_children: npt.NDArray[np.bool_] = self.first[nodes + 1] > self.first[nodes]
+        return has_children
 
 
 def token_trie(
@@ -307,8 +307,8 @@ def token_trie(
     sequences: dict[int, Sequence[int]] = {i: [own] for i, own in same.items()}
     for i in target.pieces:
         if i < target_size and target.tokens_of(target.pieces[i])[0] == i:
-            found = _written(target.pieces[i], pieces)
-            sequences |= {} if found is None else {i: found}
+            ids = _written(target.pieces[i], pieces)
+            sequences |= {} if ids is None else {i: ids}
     return TokenTrie(sequences)
 
 
@@ -317,9 +317,9 @@ def _written(data: bytes, pieces: Mapping[bytes, int]) -> list[int] | None:
 
     No piece begins with another one.
     """
-    found, start = [], 0
+    ids, start = [], 0
     for end in range(1, len(data) + 1):
         if data[start:end] in pieces:
-            found.append(pieces[data[start:end]])
+            ids.append(pieces[data[start:end]])
             start = end
-    return found if start == len(data) else None
+    return ids if start == len(data) else None

@@ -187,10 +187,10 @@ class Belongings(Generic[Value]):
         Do not use a model as a key: it would not be freed. Use `weakref.ref(model)`, or store the
         object in that model.
         """
-        found = vars(model).get(self.ATTRIBUTE)
-        if not isinstance(found, _Belongings) or found.owner() is not model:
-            found = vars(model)[self.ATTRIBUTE] = _Belongings(model)
-        known: dict[Hashable, Value] = found.setdefault(self._name, {})
+        notes = vars(model).get(self.ATTRIBUTE)
+        if not isinstance(notes, _Belongings) or notes.owner() is not model:
+            notes = vars(model)[self.ATTRIBUTE] = _Belongings(model)
+        known: dict[Hashable, Value] = notes.setdefault(self._name, {})
         return known
 
 

@@ -186,8 +186,8 @@ def _place_in(hf: Any) -> str:
             if isinstance(module, nn.ModuleList)
         }
         outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-        found = [name for name in outer if lists[name] == count]
-        _places[hf] = found[0] if len(found) == 1 else ""
+        names = [name for name in outer if lists[name] == count]
+        _places[hf] = names[0] if len(names) == 1 else ""
     return _places[hf]
 
 
@@ -262,17 +262,17 @@ class AssistantModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self.assistant.device
-        return found
+        own_device: torch.device = self.assistant.device
+        return own_device
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.assistant.dtype
-        return found
+        own_dtype: torch.dtype = self.assistant.dtype
+        return own_dtype
 
     def get_output_embeddings(self) -> nn.Module:
-        found: nn.Module = self.assistant.lm_head
-        return found
+        head: nn.Module = self.assistant.lm_head
+        return head
 
     def forward(
         self, tokens: Tensor, past_key_values: SlotCache, use_cache: bool, position_ids: Tensor
@@ -324,10 +324,10 @@ def load_assistant(directory: Path, hf: Any, name: str) -> Any:
         UnsupportedModel: the target lends no keys, or Transformers is too old.
     """
     lent_layers(hf, name)
-    made, found = from_pretrained(
+    made, report = from_pretrained(
         directory, transformers.AutoModelForCausalLM, output_loading_info=True, dtype=hf.dtype
     )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
             f"{directory}: the checkpoint lacks {len(missing)} of its tensors, for example "
@@ -366,15 +366,15 @@ def _require_fit(directory: Path, config: Any, target: Any, name: str) -> None:
     own = config.get_text_config()
     of = {kind: i for i, kind in enumerate(target.layer_types)}
     wanted = {"hidden states": target.hidden_size, "a vocabulary": target.vocab_size}
-    found = {"hidden states": config.backbone_hidden_size, "a vocabulary": own.vocab_size}
+    needs = {"hidden states": config.backbone_hidden_size, "a vocabulary": own.vocab_size}
     for i, kind in enumerate(own.layer_types):
         for entry in ("head_dim", "num_key_value_heads"):
             part = f"{entry} of {kind}"
-            found[part] = getattr(own.per_layer_config[i], entry)
+            needs[part] = getattr(own.per_layer_config[i], entry)
             wanted[part] = (
                 getattr(target.per_layer_config[of[kind]], entry) if kind in of else "none"
             )
-    for part, one in found.items():
+    for part, one in needs.items():
         if one != wanted[part]:
             raise PairMismatch(
                 f"{directory} cannot draft for {name}: {part} of {one} v {wanted[part]}: the "

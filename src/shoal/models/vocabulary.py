@@ -88,9 +88,9 @@ class SharedIds:
             logits: the drafter's logits, [rows, its columns].
             vocab_size: the size of the target's vocabulary.
         """
-        found = logits.new_full((len(logits), vocab_size), -torch.inf)
-        found[:, self._target] = logits[:, self._columns]
-        return found
+        scattered = logits.new_full((len(logits), vocab_size), -torch.inf)
+        scattered[:, self._target] = logits[:, self._columns]
+        return scattered
 
     def of_draft(self, tokens: Tensor) -> Tensor:
         """Returns the drafter's ids of shared tokens, of any shape."""
@@ -285,8 +285,8 @@ def kept_of(source: str | Path, tokenizer: Any) -> tuple[int, ...] | None:
     if path is None or not path.exists():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        kept, vocabulary = tuple(found["kept"]), found["vocabulary"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        kept, vocabulary = tuple(content["kept"]), content["vocabulary"]
         ordered = (
             bool(kept)
             and all(isinstance(i, int) for i in kept)

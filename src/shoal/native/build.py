@@ -106,16 +106,16 @@ def library() -> ctypes.CDLL:
     Raises:
         NotBuilt: there are none.
     """
-    found = _attempt()
-    if isinstance(found, str):
-        raise NotBuilt(found)
-    return found[0]
+    attempt = _attempt()
+    if isinstance(attempt, str):
+        raise NotBuilt(attempt)
+    return attempt[0]
 
 
 def missing() -> str:
     """Returns the reason why there are no kernels here; empty if there are kernels."""
-    found = _attempt()
-    return found if isinstance(found, str) else ""
+    attempt = _attempt()
+    return attempt if isinstance(attempt, str) else ""
 
 
 def remark() -> str:
@@ -123,8 +123,8 @@ def remark() -> str:
 
     They name the level of carried kernels, and the reasons why others are not used.
     """
-    found = _attempt()
-    return "" if isinstance(found, str) else found[1]
+    attempt = _attempt()
+    return "" if isinstance(attempt, str) else attempt[1]
 
 
 @lru_cache(maxsize=1)
@@ -196,12 +196,12 @@ def _carried(levels: Iterable[str], faults: list[str]) -> tuple[ctypes.CDLL, str
 def _offer_openmp() -> None:
     """Lets carried kernels find the functions of OpenMP, best of PyTorch's own library."""
     packages = Path(torch.__file__).parents[1]
-    found = sorted(
+    libraries = sorted(
         place
         for folder in ("torch/lib", "torch.libs")
         for place in packages.glob(f"{folder}/libgomp*")
     )
-    for place in (*map(str, found), "libgomp.so.1"):
+    for place in (*map(str, libraries), "libgomp.so.1"):
         with suppress(OSError):
             ctypes.CDLL(place, mode=ctypes.RTLD_GLOBAL)
             return

@@ -79,12 +79,12 @@ def compiler() -> list[str]:
     Raises:
         NotBuilt: there is none.
     """
-    found = (
+    candidates = (
         os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     )
-    if sys.platform not in ("linux", "darwin") or not found:
+    if sys.platform not in ("linux", "darwin") or not candidates:
         raise NotBuilt("no C compiler (cc, gcc or clang)")
-    return shlex.split(found)
+    return shlex.split(candidates)
 
 
 def compiled(

@@ -206,8 +206,8 @@ def _by_torch(
         index = torch.tensor(members, device=logits.device)
         mask, own = (None if values is None else values[index] for values in (allowed, uniforms))
         some = positions.of_rows(members)
-        found = _of_group(logits[index], sampling, some, own, mask, wanted)
-        for values, part in zip(every, found, strict=True):
+        part_of_rows = _of_group(logits[index], sampling, some, own, mask, wanted)
+        for values, part in zip(every, part_of_rows, strict=True):
             if values is not None and part is not None:
                 values[index] = part
     return every

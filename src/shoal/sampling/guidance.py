@@ -135,9 +135,9 @@ def guided(
     scores.masked_fill_(excluded, -torch.inf)
     if len(own) == len(samplings):
         return scores
-    found = logits.to(dtype, copy=True)
-    found[index] = scores
-    return found
+    guided_logits = logits.to(dtype, copy=True)
+    guided_logits[index] = scores
+    return guided_logits
 
 
 def _of_vocabulary(logits: Tensor, size: int) -> Tensor:

@@ -180,12 +180,12 @@ def _draft_counts(
     counts: list[int] = []
     for b in range(len(positions.rows)):
         for j, path in positions.paths(b, q):
-            found: dict[int, int] = {}
+            count_by_token: dict[int, int] = {}
             for token in path:
                 if token < vocab:
-                    found[token] = found.get(token, committed[b].of(token)) + 1
-            index.extend((b * q + j) * vocab + token for token in found)
-            counts.extend(found.values())
+                    count_by_token[token] = count_by_token.get(token, committed[b].of(token)) + 1
+            index.extend((b * q + j) * vocab + token for token in count_by_token)
+            counts.extend(count_by_token.values())
     return _ints(index, scores.device), _ints(counts, scores.device).to(scores.dtype)
 
 
@@ -228,7 +228,7 @@ def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
     """
     if size == 1:
         return set(history[:end])
-    found: set[int] = set()
+    repeating: set[int] = set()
     prefix = history[max(end - size + 1, 0) : end]
     at = size - 3
     # Only the places where the prefix's last token occurs are compared: list.index runs at C speed.
@@ -238,8 +238,8 @@ def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
         except ValueError:
             break
         if history[at - size + 2 : at + 1] == prefix:
-            found.add(history[at + 1])
-    return found
+            repeating.add(history[at + 1])
+    return repeating
 
 
 def process(

@@ -234,12 +234,12 @@ class GrammarRepetitionPenalty:
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Computes the scores [1, vocab] after ids, int64 [1, length]."""
-        found, changed = self.repetitions(ids[0, -WINDOW:].tolist()), scores.clone()
-        for token in {each.token for each in found if each.token < scores.shape[-1]}:
+        repetitions_now, changed = self.repetitions(ids[0, -WINDOW:].tolist()), scores.clone()
+        for token in {each.token for each in repetitions_now if each.token < scores.shape[-1]}:
             changed[0, token] -= self._penalty * max(
-                each.times for each in found if each.token == token
+                each.times for each in repetitions_now if each.token == token
             )
-        for each in found:
+        for each in repetitions_now:
             if each.opens:
                 changed[0, self._eos] += self._ending * each.times
         return changed
@@ -293,11 +293,11 @@ class Line(NamedTuple):
 
 
 def _lines(text: bytes) -> list[Line]:
-    found, at = [], 0
+    lines, at = [], 0
     for line in text.split(b"\n"):
-        found.append(Line(at + len(line) - len(line.lstrip()), types_of(line)))
+        lines.append(Line(at + len(line) - len(line.lstrip()), types_of(line)))
         at += len(line) + 1
-    return found
+    return lines
 
 
 @lru_cache(maxsize=1 << 14)
@@ -308,8 +308,8 @@ def types_of(line: bytes) -> tuple[bytes, ...]:
     a comment, "#".
     """
     types = []
-    for found in _LEXEMES.finditer(line):
-        kind, lexeme = str(found.lastgroup), found[0]
+    for match in _LEXEMES.finditer(line):
+        kind, lexeme = str(match.lastgroup), match[0]
         if kind == "comment":
             types.append(b"#")
         elif kind == "word":

@@ -280,7 +280,7 @@ class UniformsAhead:
         free = (place for place in range(len(rows)) if place not in taken)
         places = [kept[row.serial][0] if row.serial in kept else next(free) for row in wanted]
         firsts = [len(row.tokens) for row in wanted]
-        found = self._next_positions(wanted, firsts, by_round)
+        numbers_of_positions = self._next_positions(wanted, firsts, by_round)
         behind = _behind(wanted, by_round)
         self._places = kept | {
             row.serial: place
@@ -288,9 +288,11 @@ class UniformsAhead:
         }
         missing = AHEAD * (1 + max(place[0] for place in self._places.values())) - len(self._table)
         if missing > 0:
-            empty = np.empty((missing, *found.shape[2:]), found.dtype)
+            empty = np.empty((missing, *numbers_of_positions.shape[2:]), numbers_of_positions.dtype)
             self._table = np.concatenate([self._table, empty]) if len(self._table) else empty
-        self._table.reshape(-1, AHEAD, *found.shape[2:])[places] = found
+        self._table.reshape(-1, AHEAD, *numbers_of_positions.shape[2:])[places] = (
+            numbers_of_positions
+        )
 
     def _next_positions(
         self, rows: Sequence[Row], firsts: Sequence[int], by_round: bool
@@ -301,8 +303,8 @@ class UniformsAhead:
         seeds = [row.seed for row in rows for _ in range(AHEAD)]
         positions = [first + later for first in firsts for later in range(AHEAD)]
         numbers = [row.rounds + later for row in rows for later in range(AHEAD)]
-        found = self._rule.uniforms(seeds, positions, 1, numbers).numpy()
-        return found.reshape(len(rows), AHEAD, *found.shape[2:])
+        numbers_of_positions = self._rule.uniforms(seeds, positions, 1, numbers).numpy()
+        return numbers_of_positions.reshape(len(rows), AHEAD, *numbers_of_positions.shape[2:])
 
 
 def _behind(rows: Sequence[Row], by_round: bool) -> list[int]:

@@ -350,9 +350,9 @@ def validated(model: type[T], fields: dict[str, Any]) -> T:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        found = error.errors(include_url=False)
+        errors = error.errors(include_url=False)
         raise RequestValidationError(
-            [{**one, "loc": ("body", *one["loc"])} for one in found], body=fields
+            [{**one, "loc": ("body", *one["loc"])} for one in errors], body=fields
         ) from error
 
 

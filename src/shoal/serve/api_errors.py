@@ -112,11 +112,11 @@ def reason(method: str, path: str, allowed: str | None) -> str:
         path: the request's path.
         allowed: methods that the path takes, separated by commas; None = there is no such path.
     """
-    found = next(
+    message = next(
         (answer for start, answer in ABSENT.items() if f"{path}/".startswith(f"{start}/")), None
     )
     if allowed is not None:
-        hint = "" if found is not KEPT else f"; this server has no {found}"
+        hint = "" if message is not KEPT else f"; this server has no {message}"
         return f"this path takes {allowed}, not {method}{hint}; /openapi.json lists all paths"
     if path.startswith("//"):
         return (
@@ -133,9 +133,9 @@ def reason(method: str, path: str, allowed: str | None) -> str:
             f"paths of the API begin with /v1: {path} is /v1{path} here; /openapi.json lists "
             f"all paths"
         )
-    if found is None:
+    if message is None:
         return f"this server has no such path; {HAVE.split('; ')[1]}"
-    return f"this server has no {found}; {HAVE}"
+    return f"this server has no {message}; {HAVE}"
 
 
 MAX_REPORTED_ERRORS = 10
@@ -275,10 +275,10 @@ def _invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         return ApiError(
             400, "the body must be a JSON object, sent as application/json", code="invalid_json"
         )
-    found = [(_path(error, body), error) for error in errors[:MAX_REPORTED_ERRORS]]
+    places = [(_path(error, body), error) for error in errors[:MAX_REPORTED_ERRORS]]
     reasons = dict.fromkeys(
         sentence(cut(path, MAX_PARAM_CHARACTERS), error)
-        for path, error in found
+        for path, error in places
         if f"{path}.".startswith(f"{param}.")
     )
     return ApiError(400, " Or: ".join(reasons), param=param, code="invalid_value")
@@ -340,8 +340,8 @@ def _type_of(value: Any) -> str:
         (list, "array"),
         (dict, "object"),
     )
-    found = next((name for kind, name in names if isinstance(value, kind)), None)
-    return "null" if found is None else _article(found)
+    type_name = next((name for kind, name in names if isinstance(value, kind)), None)
+    return "null" if type_name is None else _article(type_name)
 
 
 def _article(noun: str) -> str:

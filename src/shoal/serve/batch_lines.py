@@ -230,8 +230,8 @@ def lossy_of(entry: Mapping[str, Any]) -> str:
 
 def _usage(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     body = (entry.get("response") or {}).get("body", {}) if "custom_id" in entry else entry
-    found: Mapping[str, Any] = body.get("usage", {})
-    return found
+    usage: Mapping[str, Any] = body.get("usage", {})
+    return usage
 
 
 MAX_BLOCK_LINES = 64

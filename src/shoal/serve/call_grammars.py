@@ -168,14 +168,14 @@ def _named(form: CallFormat, tools: Mapping[str, Any], several: bool) -> Grammar
     """Returns the grammar of calls that are a name before JSON."""
     mark = "[ARGS]" if form.form == "args" else ">"
     again = form.opening if several and form.form == "args" else ""
-    found = None
+    reference = None
     for name, schema in reversed([*tools.items()]):
         text = json.dumps({"type": "object", **(schema or {})})
-        found = Grammar(
-            "json_schema", text, opening=name + mark, behind=form.closing, instead=found
+        reference = Grammar(
+            "json_schema", text, opening=name + mark, behind=form.closing, instead=reference
         )
-    assert found is not None
-    return replace(found, again=again)
+    assert reference is not None
+    return replace(reference, again=again)
 
 
 class _Calls:
@@ -230,24 +230,24 @@ class _Calls:
 
     def _value(self, schema: Any, root: Any, key: str) -> str:
         """Returns the value of an argument without quotes, with the text behind it."""
-        found, kinds, behind = list[str](), types_of(schema, root), self._shape.value
+        rules, kinds, behind = list[str](), types_of(schema, root), self._shape.value
         choices = [*alternatives(schema, root)]
         # Only its end tells a string from another value.
         beside_texts = any(one.get("type") == "string" for one in choices)
         for one in choices:
             kind = str(one.get("type"))
             if "enum" in one:
-                found += [self._listed(value, root, key) for value in one["enum"]]
+                rules += [self._listed(value, root, key) for value in one["enum"]]
             elif kind == "string" or not one:
                 others = sorted(kinds - {"string"}) if one else ()
-                found.append(self._text(one, [READ_AS[kind] for kind in others]))
+                rules.append(self._text(one, [READ_AS[kind] for kind in others]))
             elif kind in BARE and not {*one} - {"type"}:
-                found.append(text_before(self._rules, BARE[kind], behind))
+                rules.append(text_before(self._rules, BARE[kind], behind))
             elif kind in BARE and beside_texts:
                 raise Unwritable
             else:
-                found.append(f"({self._values.one(one, root)}) {self._rules.text(behind)}")
-        return self._rules.rule(" | ".join(found))
+                rules.append(f"({self._values.one(one, root)}) {self._rules.text(behind)}")
+        return self._rules.rule(" | ".join(rules))
 
     def _text(self, one: dict[str, Any], read_as: list[str]) -> str:
         shape, bounds = self._shape, string_bounds(one)

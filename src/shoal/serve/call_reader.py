@@ -58,11 +58,11 @@ class Nesting:
         """
         at = max(self._at, start)
         while self.end is None:
-            found = (self._inside[self._quote] if self._quote else self._outside).search(text, at)
-            if found is None:
+            match = (self._inside[self._quote] if self._quote else self._outside).search(text, at)
+            if match is None:
                 self._at = max(at, len(text) - len(self._mark) + 1 if self._mark else len(text))
                 break
-            self._at = at = self._past(found, text)
+            self._at = at = self._past(match, text)
             if at > len(text):  # an escape whose second character is to come
                 self._at = at - 2
                 break
@@ -124,8 +124,8 @@ class CallEnd:
         end, broken = self._value.read(text, self._name), self._value.broken
         if broken is not None:
             return broken, broken
-        found = -1 if end is None else text.find(self._closing, end)
-        return None if found < 0 else (found, found + len(self._closing))
+        place = -1 if end is None else text.find(self._closing, end)
+        return None if place < 0 else (place, place + len(self._closing))
 
 
 def _behind_name(form: str, text: str) -> int:
@@ -212,20 +212,20 @@ class CallReader:
     def pieces(self, text: str, ended: bool) -> list[str | Call]:
         """Returns texts, none of them empty, and calls, in the order of the sample; see `feed`."""
         self._waiting += text
-        found: list[str | Call] = []
+        parts: list[str | Call] = []
         while True:
             if not self._inside:
-                found.append(self._before_opening(ended))
+                parts.append(self._before_opening(ended))
             if not self._inside:
                 break
             done, calls = self._inside_step(ended)
-            found += [*calls, done]
+            parts += [*calls, done]
             if self._inside and not calls:
                 break
         shown: list[str | Call] = []
-        for i, piece in enumerate(found):  # the last one is a text
+        for i, piece in enumerate(parts):  # the last one is a text
             if isinstance(piece, str):
-                shown.append(self._without_margins(piece, ended and i == len(found) - 1))
+                shown.append(self._without_margins(piece, ended and i == len(parts) - 1))
                 continue
             self._blank = ""
             if self._rules.parallel or not self.found:
@@ -238,16 +238,16 @@ class CallReader:
         opening, text = self._format.opening, self._waiting
         if not opening:
             return self._before_list(ended)
-        found = self._opening_of(text)
+        start = self._opening_of(text)
         bare = (
             self._format.bare
             and self._at_start
             and text.lstrip()[:1] == ("[" if self._format.listed else "{")
         )
-        if found and not (bare and text[: found.start()].strip()):
-            raw = found[0] if found[0] == opening else ""
-            self._enter(raw, text[found.start() + len(raw) :])
-            return text[: found.start()]
+        if start and not (bare and text[: start.start()].strip()):
+            raw = start[0] if start[0] == opening else ""
+            self._enter(raw, text[start.start() + len(raw) :])
+            return text[: start.start()]
         if bare and (ended or not opening.startswith(text.lstrip())):
             self._enter("", text)
             return ""
@@ -326,16 +326,16 @@ class CallReader:
         if ends is None and not ended:
             return "", []
         whole = whole_calls(form, text, closing) if ends is None else text[: ends[0]]
-        found = written_calls(form, whole, self._rules.schemas)
+        calls = written_calls(form, whole, self._rules.schemas)
         if ends is None:
             bare = not (self._raw or self._rules.forced) and text.startswith(self._rules.starts)
             rest = text[len(whole) :] if whole and bare else ""
             self._leave("" if closing.startswith(rest.strip()) else rest)
-        elif found is None:
+        elif calls is None:
             return self._refused(ends[1]), []
         else:
             self._leave(text[ends[1] :])
-        return "", [Call(*one) for one in found or ()]
+        return "", [Call(*one) for one in calls or ()]
 
     def _enter(self, raw: str, text: str) -> None:
         """Goes behind an opening, which is empty where a text begins with a call itself."""

@@ -149,8 +149,8 @@ def _texts(least: int, most: int | str, unit: str, trimmed: bool) -> str:
     edge = r"[^<\n]" if "<" in unit else r"[^\n]"
     inner = f"{unit}{{{max(least - 2, 0)},{'' if most == '' else max(int(most) - 2, 0)}}}"
     two = [] if most == 1 else [f"{edge}{inner}{edge}"]
-    found = two if least > 1 else [edge, *two]
-    return f"(?:{'|'.join(found)}){'' if least else '?'}"
+    texts = two if least > 1 else [edge, *two]
+    return f"(?:{'|'.join(texts)}){'' if least else '?'}"
 
 
 def texts_with(banned: tuple[str, ...]) -> str:

@@ -87,8 +87,8 @@ class Values:
         """Returns the name of a rule of a schema's values. Raises Unwritable."""
         if depth > DEPTH:
             raise Unwritable
-        found = [self.one(one, root, depth) for one in alternatives(schema, root)]
-        return self._rules.rule(" | ".join(found))
+        rules = [self.one(one, root, depth) for one in alternatives(schema, root)]
+        return self._rules.rule(" | ".join(rules))
 
     def one(self, one: dict[str, Any], root: Any, depth: int = 0) -> str:
         """Returns the values of one alternative. Raises Unwritable."""
@@ -176,10 +176,10 @@ class Values:
             if not SAFE.fullmatch(pattern) or re.search(r"(?<!\\)\.|\[\^", pattern):
                 raise Unwritable
             return rules.terminal(f"/{QUOTE}({whole_texts(pattern)}){QUOTE}/")
-        found = [self._quoted('"', bounds)]
+        choices = [self._quoted('"', bounds)]
         if self._style.single:
-            found.append(self._quoted("'", bounds))
-        return " | ".join(rules.terminal(one) for one in found)
+            choices.append(self._quoted("'", bounds))
+        return " | ".join(rules.terminal(one) for one in choices)
 
     def _quoted(self, quote: str, bounds: Mapping[str, Any]) -> str:
         mark, (least, most) = escaped(quote), lengths(bounds)
@@ -240,10 +240,10 @@ class Values:
         """Returns any value, up to a depth."""
         own = self._style
         words = [quoted(word) for word in (own.true, own.false, own.null)]
-        found = [self._string({}), self._number({"type": "number"}), *words]
+        rules = [self._string({}), self._number({"type": "number"}), *words]
         if depth < DEPTH:
-            found += [self._array({}, root, depth), self._object({}, root, depth)]
-        return " | ".join(found)
+            rules += [self._array({}, root, depth), self._object({}, root, depth)]
+        return " | ".join(rules)
 
 
 def alternatives(schema: Any, root: Any, depth: int = DEPTH) -> Iterator[dict[str, Any]]:
@@ -262,10 +262,10 @@ def alternatives(schema: Any, root: Any, depth: int = DEPTH) -> Iterator[dict[st
     if word == "$ref":
         yield from alternatives(_referred(str(parts), root), root, depth - 1)
     elif word in ("anyOf", "oneOf", "allOf") and isinstance(parts, list) and parts:
-        found = [[*alternatives(one, root, depth - 1)] for one in parts]
-        if (word == "allOf" and len(parts) > 1) or (word == "oneOf" and not _apart(found)):
+        combined = [[*alternatives(one, root, depth - 1)] for one in parts]
+        if (word == "allOf" and len(parts) > 1) or (word == "oneOf" and not _apart(combined)):
             raise Unwritable
-        yield from (one for each in found for one in each)
+        yield from (one for each in combined for one in each)
     elif isinstance(words.get("type"), list) and not {"enum", "const"} & {*words}:
         for kind in words["type"]:
             own = {k: v for k, v in words.items() if kind == "string" or k not in STRING_WORDS}

@@ -184,11 +184,11 @@ class GrammarReader:
 
     def _probe(self, grammars: Grammars) -> Probe:
         """Returns the probe of this thread."""
-        found: Probe | None = getattr(self._probes, "own", None)
-        if found is None:
-            found = self._probes.own = Probe(grammars)
-            self._open.append(found)
-        return found
+        probe: Probe | None = getattr(self._probes, "own", None)
+        if probe is None:
+            probe = self._probes.own = Probe(grammars)
+            self._open.append(probe)
+        return probe
 
 
 def _digest(grammar: Grammar) -> bytes:

@@ -71,14 +71,14 @@ class ProbedAlphabet:
 
     def __call__(self, text: str) -> list[int]:
         """Returns tokens that write a text: the longest, which take as long to follow as others."""
-        data, at, found = text.encode() if isinstance(text, str) else text, 0, []
+        data, at, tokens = text.encode() if isinstance(text, str) else text, 0, []
         while at < len(data):
             sizes = range(min(self._longest, len(data) - at), 0, -1)
             size = next((size for size in sizes if data[at : at + size] in self._ids), 0)
             if size:
-                found.append(self._ids[data[at : at + size]])
+                tokens.append(self._ids[data[at : at + size]])
             at += size or 1
-        return found
+        return tokens
 
 
 class Leaves:

@@ -183,9 +183,9 @@ class InfillResponse:
         if sample is None or not checks:
             return text
         scores = [0.0] * (len(sample.token_ids) + 1)
-        found = checks[0].best_end(sample.token_ids, scores, len(text))
-        self._syntax = "incomplete" if found is None else "cut"
-        return text if found is None else text[: found[0]]
+        best_end = checks[0].best_end(sample.token_ids, scores, len(text))
+        self._syntax = "incomplete" if best_end is None else "cut"
+        return text if best_end is None else text[: best_end[0]]
 
     def _as_in_file(self, text: str) -> str:
         """Returns a text with the file's ends of lines; a carriage return belongs to one."""

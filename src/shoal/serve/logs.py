@@ -62,8 +62,8 @@ class Exchange:
     @property
     def computed(self) -> dict[str, Any]:
         """The token counts of its route, from the function `request.state.computed`."""
-        found = self.scope["state"].get("computed")
-        return {} if found is None else found()
+        counts = self.scope["state"].get("computed")
+        return {} if counts is None else counts()
 
     def sent(self, message: Message) -> None:
         """Records a part of the answer, once it is sent."""

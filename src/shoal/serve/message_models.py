@@ -85,11 +85,13 @@ class SentFunction(OpenModel):
     def parsed(self) -> dict[str, Any]:
         """The arguments as an object, which is empty if the model wrote no object."""
         try:
-            found = read_json(self.arguments or "{}")
-            if not isinstance(found, dict):
+            arguments = read_json(self.arguments or "{}")
+            if not isinstance(arguments, dict):
                 return {}
             # Half a surrogate pair becomes a question mark: no prompt has it.
-            return dict(json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace")))
+            return dict(
+                json.loads(json.dumps(arguments, ensure_ascii=False).encode(errors="replace"))
+            )
         except (ValueError, RecursionError):
             return {}
 

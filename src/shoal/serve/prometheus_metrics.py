@@ -185,10 +185,10 @@ def text_of(replicas: Mapping[str, Sequence[Metric]]) -> bytes:
     together: dict[str, Metric] = {}
     for replica, families in replicas.items():
         for family in families:
-            found = together.setdefault(
+            content = together.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type, family.unit)
             )
-            found.samples += [
+            content.samples += [
                 sample._replace(labels={**sample.labels, "replica": replica})
                 for sample in family.samples
             ]
@@ -363,10 +363,10 @@ class Reporter:
         from ray.exceptions import RayError
 
         try:
-            found = {
+            content = {
                 name: pickle.loads(families) for name, families in (await self.report()).items()
             }
         except (RayError, ValueError) as error:
             LOG.warning("these are the metrics of one replica alone: %s", error)
-            found = {self._replica: self._metrics.families()}
-        return text_of(found)
+            content = {self._replica: self._metrics.families()}
+        return text_of(content)

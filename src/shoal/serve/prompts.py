@@ -173,13 +173,13 @@ class PromptEncoder:
             left, right = nearest(self._tokenizer, prefix, suffix, max(space, 1))
             prompt = middle_prompt(self._tokenizer, left, right)
             excerpts = [(one.filename or "", one.text) for one in request.input_extra or ()]
-            found = (
+            match = (
                 middle_prompt(
                     self._tokenizer, left, right, repository(self._tokenizer, excerpts[i:])
                 )
                 for i in range(len(excerpts))
             )
-            prompt = next((one for one in found if len(one.ids) <= space), prompt)
+            prompt = next((one for one in match if len(one.ids) <= space), prompt)
         return prompt, (left, right) != (prefix, suffix)
 
     def text(self, prompt: Prompt, goes_on: bool) -> str:
@@ -263,14 +263,14 @@ def _without_developers(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
 
     They go on with the system's first message where they follow it: many templates take one.
     """
-    found = list[dict[str, Any]]()
+    merged = list[dict[str, Any]]()
     for message in messages:
         developer = message["role"] == "developer"
-        if developer and len(found) == 1 and found[0]["role"] == "system":
-            found[0]["content"] += f"\n\n{message['content']}"
+        if developer and len(merged) == 1 and merged[0]["role"] == "system":
+            merged[0]["content"] += f"\n\n{message['content']}"
         else:
-            found.append({**message, "role": "system"} if developer else message)
-    return found
+            merged.append({**message, "role": "system"} if developer else message)
+    return merged
 
 
 def _syntax_of(asked: BaseRequest | InfillRequest) -> Syntax | None:

@@ -177,11 +177,11 @@ class ReasoningReader:
     def _reasoned(self, ended: bool) -> str:
         """Returns reasoning; blanks and a possible beginning of the closing wait."""
         closing = self._marks.closing
-        found = self._waiting.find(closing)
+        place = self._waiting.find(closing)
         self.characters = self._read
-        if found >= 0:
-            shown = self._waiting[:found].rstrip()
-            self._waiting = self._waiting[found + len(closing) :]
+        if place >= 0:
+            shown = self._waiting[:place].rstrip()
+            self._waiting = self._waiting[place + len(closing) :]
             self.characters -= len(self._waiting)
             self._inside, self._over = False, True
         else:

@@ -311,16 +311,16 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         return
     retry = {"retry-after": str(RETRY_SECONDS)}
     if scope["path"] in ("/health", "/ready"):
-        found: Response = (
+        response: Response = (
             JSONResponse(STATUS, 200)
             if scope["path"] == "/health"
             else JSONResponse(STATUS, 503, retry)
         )
     else:
-        found = ApiError(
+        response = ApiError(
             503, "a model is being loaded: try again soon", code="loading", headers=retry
         ).response()
-    await found(scope, receive, send)
+    await response(scope, receive, send)
 
 
 @contextmanager

@@ -91,15 +91,15 @@ def given_grammar(request: BaseRequest) -> tuple[str, Grammar] | None:
     Raises:
         ApiError: two fields give a grammar, or a field's value cannot be one.
     """
-    found = list(_given(request))
-    if len(found) > 1:
-        first, second = found[0][0], found[1][0]
+    grammars = list(_given(request))
+    if len(grammars) > 1:
+        first, second = grammars[0][0], grammars[1][0]
         raise ApiError(
             400,
             f"{second} does not go with {first}: a request has one grammar at most",
             param=second,
         )
-    return found[0] if found else None
+    return grammars[0] if grammars else None
 
 
 def _given(request: BaseRequest) -> Iterator[tuple[str, Grammar]]:

@@ -71,8 +71,12 @@ which stand in a channel."""
 
 
 def _written(form: str, opening: str, closing: str, inner: str = "", blank: str = "") -> CallFormat:
-    found = CallFormat(opening, closing, "", False, False, opening + blank, form=form, inner=inner)
-    return found._replace(start={"xml": "<function=", "invoke": '<invoke name="'}.get(form, ""))
+    call_format = CallFormat(
+        opening, closing, "", False, False, opening + blank, form=form, inner=inner
+    )
+    return call_format._replace(
+        start={"xml": "<function=", "invoke": '<invoke name="'}.get(form, "")
+    )
 
 
 WRITTEN = {
@@ -97,7 +101,9 @@ def format_of(template: str | None) -> CallFormat | None:
     """Returns the format in which a template writes calls; None for none that is read here."""
     if template is None or any(mark in template for mark in UNREAD):
         return None
-    return next((found for mark, found in (WRITTEN | MARKS).items() if mark in template), None)
+    return next(
+        (own_format for mark, own_format in (WRITTEN | MARKS).items() if mark in template), None
+    )
 
 
 class Call(NamedTuple):

@@ -50,8 +50,8 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
         return None
     if len(set(names)) < len(names):
         raise ApiError(400, "two tools have the same name", param="tools", code="invalid_value")
-    forced, found = request.forced, format_of(template)
-    if found is None and not forced:
+    forced, call_format = request.forced, format_of(template)
+    if call_format is None and not forced:
         message = (
             "this model's chat template writes no calls of tools in a form that is read here; one "
             "that does is --chat-template hermes"
@@ -60,8 +60,8 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
     several = request.parallel_tool_calls is not False
     functions = [tool.function for tool in request.tools or ()]
     schemas = {one.name: one.parameters for one in functions if one.name in chosen}
-    rules = CallRules(found or HERMES, frozenset(chosen), forced, several, schemas=schemas)
-    if found is None or (forced and found.form and _own(request, rules, None) is None):
+    rules = CallRules(call_format or HERMES, frozenset(chosen), forced, several, schemas=schemas)
+    if call_format is None or (forced and call_format.form and _own(request, rules, None) is None):
         return replace(rules, format=HERMES, told=True)
     return rules
 
@@ -105,13 +105,13 @@ def told_by_user(messages: Sequence[Message]) -> list[Message]:
 
 def _in_turns(messages: Sequence[Message]) -> list[Message]:
     """Joins consecutive messages of a user: many templates allow no two in a row."""
-    found = list[Message]()
+    turns = list[Message]()
     for message in messages:
-        if found and message.role == found[-1].role == "user":
-            texts = [one.plain()["content"] for one in (found.pop(), message)]
+        if turns and message.role == turns[-1].role == "user":
+            texts = [one.plain()["content"] for one in (turns.pop(), message)]
             message = Message(role="user", content="\n\n".join(texts))
-        found.append(message)
-    return found
+        turns.append(message)
+    return turns
 
 
 def _as_text(message: Message, spelled: Callable[[Any], Any]) -> Message:

@@ -33,10 +33,10 @@ MAY_BE_LISTED = re.compile(r"\s*(?:\[\s*(?:[\w.]+\s*)?)?\Z")
 
 def _elements(call: str, argument: str, text: str, schemas: Mapping[str, Any]) -> Written:
     """Yields calls whose arguments are elements, by expressions of a call and of an argument."""
-    found = [*re.finditer(call, text, re.DOTALL)]
-    if not found:
+    matches = [*re.finditer(call, text, re.DOTALL)]
+    if not matches:
         raise ValueError("no call")
-    for one in found:
+    for one in matches:
         name, body = one.group(1).strip(), one.group(2)
         values = {
             key.strip(): typed(value, schemas.get(name), key.strip())
@@ -78,27 +78,27 @@ def types_of(schema: Any, root: Any, depth: int = 8) -> set[str]:
     """Returns the types that a schema names, its alternatives and references included."""
     if not isinstance(schema, dict) or not depth:
         return set()
-    types, found = schema.get("type"), set[str]()
-    found |= {types} if isinstance(types, str) else set()
-    found |= {one for one in types if isinstance(one, str)} if isinstance(types, list) else set()
+    types, names = schema.get("type"), set[str]()
+    names |= {types} if isinstance(types, str) else set()
+    names |= {one for one in types if isinstance(one, str)} if isinstance(types, list) else set()
     listed = schema.get("enum")
     values = [
         *(listed if isinstance(listed, list) else ()),
         *[schema[k] for k in ["const"] if k in schema],
     ]
-    if not found:
-        found |= {_kind(one).replace("quoted", "string") for one in values}
+    if not names:
+        names |= {_kind(one).replace("quoted", "string") for one in values}
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         place = root
         for part in reference[2:].split("/"):
             place = place.get(part) if isinstance(place, dict) else None
-        found |= types_of(place, root, depth - 1)
+        names |= types_of(place, root, depth - 1)
     for name in ("anyOf", "oneOf", "allOf"):
         alternatives = schema.get(name)
         for one in alternatives if isinstance(alternatives, list) else ():
-            found |= types_of(one, root, depth - 1)
-    return found
+            names |= types_of(one, root, depth - 1)
+    return names
 
 
 def _object(values: Mapping[str, str]) -> str:
@@ -117,10 +117,10 @@ def _named(behind: str, text: str, schemas: Mapping[str, Any]) -> Written:
 
 def _gemma(text: str, schemas: Mapping[str, Any]) -> Written:
     """Yields the call `call:NAME{KEY:VALUE}`, whose strings stand between marks of their own."""
-    found = re.fullmatch(r"\s*call:\s*([^\s{]+)(\{.*\})\s*", text, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"\s*call:\s*([^\s{]+)(\{.*\})\s*", text, re.DOTALL)
+    if match is None:
         raise ValueError("no call")
-    parts = found.group(2).split(GEMMA_QUOTE)
+    parts = match.group(2).split(GEMMA_QUOTE)
     for i, part in enumerate(parts):
         parts[i] = (
             json.dumps(part, ensure_ascii=False)
@@ -129,7 +129,7 @@ def _gemma(text: str, schemas: Mapping[str, Any]) -> Written:
         )
     arguments = "".join(parts)
     DECODER.decode(arguments)
-    yield found.group(1), arguments
+    yield match.group(1), arguments
 
 
 def _python(text: str, schemas: Mapping[str, Any]) -> Written:
@@ -179,10 +179,10 @@ READERS: dict[str, Reader] = {
 def written_calls(form: str, text: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]] | None:
     """Returns the calls between two marks; None if there is none or one that names no tool."""
     try:
-        found = [*READERS[form](text, schemas)]
+        calls = [*READERS[form](text, schemas)]
     except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
         return None
-    return found if found and all(name in schemas for name, _ in found) else None
+    return calls if calls and all(name in schemas for name, _ in calls) else None
 
 
 BLANKS = re.compile(r"[ \t\r\n]*")
@@ -199,22 +199,22 @@ def json_members(text: str) -> dict[str, str]:
 
 
 def _items(text: str, end: str) -> dict[str, str]:
-    found, at = dict[str, str](), _past_blanks(text, 1)
+    items, at = dict[str, str](), _past_blanks(text, 1)
     while text[at] != end:
-        name = str(len(found))
+        name = str(len(items))
         if end == "}":
             name, at = DECODER.raw_decode(text, at)
             at = _past_blanks(text, _past_blanks(text, at) + 1)
         _, stop = DECODER.raw_decode(text, at)
-        found[name], at = text[at:stop], _past_blanks(text, stop)
+        items[name], at = text[at:stop], _past_blanks(text, stop)
         at = _past_blanks(text, at + 1) if text[at] == "," else at
-    return found
+    return items
 
 
 def _past_blanks(text: str, at: int) -> int:
-    found = BLANKS.match(text, at)
-    assert found is not None
-    return found.end()
+    match = BLANKS.match(text, at)
+    assert match is not None
+    return match.end()
 
 
 def object_text(value: Any, written: str) -> str | None:

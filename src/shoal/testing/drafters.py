@@ -166,7 +166,7 @@ def check_drafter(
         (Rejection(), 1.0),
     ):
         recorded = _Recorded(make())
-        found = _tokens(asked, recorded, rule, lookahead, temperature)
+        tokens_of_run = _tokens(asked, recorded, rule, lookahead, temperature)
         assert not recorded.present, "rows have left that the drafter was not told of"
         if target is None:
             expected = _plain_tokens(vocab_size, isinstance(rule, Coupled), temperature)
@@ -175,15 +175,15 @@ def check_drafter(
         if (
             isinstance(rule, Coupled) or not temperature
         ):  # else a q may change the tokens of a seed, never their distribution
-            assert found.whole == expected.whole, (
+            assert tokens_of_run.whole == expected.whole, (
                 "a drafter must not change seeded or greedy tokens"
             )
-            for one, other in zip(found.cut, expected.cut, strict=True):
+            for one, other in zip(tokens_of_run.cut, expected.cut, strict=True):
                 shorter = min(len(one), len(other))
                 assert one[:shorter] == other[:shorter], (
                     "a drafter must not change the tokens of rows that are cut"
                 )
-        assert list(map(len, found.whole)) == list(map(len, expected.whole)), (
+        assert list(map(len, tokens_of_run.whole)) == list(map(len, expected.whole)), (
             "a drafter must not change where rows end"
         )
         nodes += recorded.nodes

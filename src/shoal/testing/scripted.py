@@ -147,7 +147,7 @@ class ScriptedModel(torch.nn.Module):
             places: [rows, kv] long.
         """
         whole = plan.without_prefixes()
-        found: dict[tuple[int, int], Tensor] = {}
+        logits_of_path: dict[tuple[int, int], Tensor] = {}
         for row, seen in enumerate(Masks(whole).visible(width=ids.shape[1])):
             for column in range(plan.counts[row]):
                 path, at = ids[row, seen[column]][None], places[row, seen[column]][None]
@@ -160,9 +160,13 @@ class ScriptedModel(torch.nn.Module):
                     raise AssertionError(
                         f"column {column} of row {row} sees {path.shape[1]} tokens"
                     )
-                found[row, column] = self._logits(path, torch.tensor([[path.shape[1] - 1]]))[0, 0]
-        logits = torch.full((plan.rows, plan.q, *found[0, 0].shape), torch.nan, dtype=self.dtype)
-        for place, said in found.items():
+                logits_of_path[row, column] = self._logits(
+                    path, torch.tensor([[path.shape[1] - 1]])
+                )[0, 0]
+        logits = torch.full(
+            (plan.rows, plan.q, *logits_of_path[0, 0].shape), torch.nan, dtype=self.dtype
+        )
+        for place, said in logits_of_path.items():
             logits[place] = said
         return logits
 

@@ -170,10 +170,10 @@ class StagedTrainer(ABC):
         ):
             return [Figures(**row) for row in known["figures"]]
         LOG.info("%s: measuring what is accepted ...", stage.name)
-        found = self.figures()
-        rows = {"steps": self.trainer.step, "figures": [asdict(one) for one in found]}
+        figures = self.figures()
+        rows = {"steps": self.trainer.step, "figures": [asdict(one) for one in figures]}
         file.write_text(json.dumps(rows), encoding="utf-8")
-        return found
+        return figures
 
     def _windows(self, tokens: Tokens) -> Windows:
         length, batch = self.window
@@ -221,10 +221,10 @@ class StagedTrainer(ABC):
         """Measures each drafted position."""
         windows = self._windows(self.samples.tokens(held_out=True))
         steps = range(len(windows.rows) // windows.batch_size)
-        found = [
+        rows = [
             self._measured(torch.from_numpy(windows[step]).to(self.device)).cpu() for step in steps
         ]
-        return [Figures(*row) for row in torch.stack(found).mean(0).tolist()]
+        return [Figures(*row) for row in torch.stack(rows).mean(0).tolist()]
 
     def _measured(self, tokens: Tensor) -> Tensor:
         """Computes `Figures` of each drafted position, [positions, 3]."""
@@ -275,9 +275,9 @@ class HeadsTrainer(StagedTrainer):
         """
         learner = self.learner(heads)
         with torch.no_grad():
-            found = self.target(input_ids=tokens, use_cache=False, output_hidden_states=True)
-            states = torch.cat([found.hidden_states[layer] for layer in learner.reads], dim=-1)
-        for q, p, _ in learner.compared(heads, tokens, found.logits, states):
+            output = self.target(input_ids=tokens, use_cache=False, output_hidden_states=True)
+            states = torch.cat([output.hidden_states[layer] for layer in learner.reads], dim=-1)
+        for q, p, _ in learner.compared(heads, tokens, output.logits, states):
             yield q, p
 
     def loss(self, heads: nn.Module, tokens: Tensor) -> Tensor:

@@ -105,8 +105,8 @@ class Eagle3Trainer(HeadsTrainer):
     def _reads(self) -> tuple[int, ...]:
         """Returns the published choice of layers, or all layers of a target with few."""
         layers = self.target.config.get_text_config().num_hidden_layers
-        found = published_layers({}, layers)
-        return found if layers >= 6 else (0, layers // 2, layers)
+        layers_read = published_layers({}, layers)
+        return layers_read if layers >= 6 else (0, layers // 2, layers)
 
     @property
     def _drafted(self) -> int:
@@ -184,13 +184,13 @@ class PpdTrainer(HeadsTrainer):
             int(tokens.sum()) % stride, length - count, stride, device=tokens.device
         )
         with torch.no_grad():
-            found = self.target(input_ids=tokens, use_cache=True)
+            output = self.target(input_ids=tokens, use_cache=True)
         vectors = prompts(torch.arange(count, device=tokens.device)).repeat(len(places), 1)
         cache = cache_name(self.target)
         said = self.target(
             inputs_embeds=vectors[None].expand(batch, -1, -1),
             use_cache=True,
-            **{cache: found[cache]},
+            **{cache: output[cache]},
             attention_mask=hidden_but_own(places, count, length)
             .to(vectors.dtype)
             .expand(batch, -1, -1, -1),
@@ -199,7 +199,7 @@ class PpdTrainer(HeadsTrainer):
             .expand(batch, -1),
         ).logits.unflatten(1, (len(places), count))
         for i in range(count):
-            yield said[:, :, i], found.logits[:, places + 1 + i]
+            yield said[:, :, i], output.logits[:, places + 1 + i]
 
     def planned(self) -> Sequence[Stage]:
         return [replace(stage, lr=LR) for stage in super().planned()]
@@ -230,11 +230,11 @@ class PpdTrainer(HeadsTrainer):
         chosen by it.
         """
         windows = self._windows(self.samples.tokens(held_out=True))
-        found = []
+        rates = []
         for step in range(len(windows.rows) // windows.batch_size):
             pairs = self.logit_pairs(torch.from_numpy(windows[step]).to(self.device))
-            found.append(torch.stack([_by_rank(q, p) for q, p in pairs]))
-        return torch.stack(found).mean(0)
+            rates.append(torch.stack([_by_rank(q, p) for q, p in pairs]))
+        return torch.stack(rates).mean(0)
 
 
 def _by_rank(q: Tensor, p: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ class OwnSamples:
             self._prompts[i % len(self._prompts)]
             for i in range(start, min(start + PART, self._count))
         ]
-        found = pair.generate(
+        result = pair.generate(
             texts,
             1,
             max_new_tokens=self._new_tokens,
@@ -190,7 +190,7 @@ class OwnSamples:
         )
         rows = [
             [*pair.tokenizer.encode(output.prompt), *output.samples[0].token_ids]
-            for output in found
+            for output in result
         ]
         partial = self._file(start).with_suffix(".partial.npy")
         np.save(partial, np.array([token for row in rows for token in row], dtype=np.int32))
@@ -224,12 +224,12 @@ def _fitting(prompts: Sequence[str], pair: Shoal) -> list[str]:
     Raises:
         RequestError: there are none.
     """
-    found = [
+    fitting_texts = [
         text for text in prompts if 0 < 1.5 * len(pair.tokenizer.encode(text)) < pair.target.context
     ]
-    if not found:
+    if not fitting_texts:
         raise RequestError(
             f"no prompt is short enough for {pair.target.name}, which holds "
             f"{pair.target.context} tokens"
         )
-    return found
+    return fitting_texts

@@ -134,13 +134,13 @@ def split_for_each(
 
 def list_of(name: str, values: Iterable[Any], prompts: int) -> list[Any]:
     """Returns the values as a list. Raises RequestError: there is not one value for each prompt."""
-    found = list(values)
-    if len(found) != prompts:
+    items = list(values)
+    if len(items) != prompts:
         raise RequestError(
-            f"{name}= has {len(found)} entries for {prompts} prompts: give one for each, or one "
+            f"{name}= has {len(items)} entries for {prompts} prompts: give one for each, or one "
             f"for all"
         )
-    return found
+    return items
 
 
 @contextmanager
@@ -196,11 +196,11 @@ def read_prompts(prompts: Prompts, tokenizer: Any) -> list[tuple[str | None, tup
             f"prompts must be a text, texts or lists of token ids, at least one, got "
             f"{prompts!r:.200}"
         )
-    found = []
+    pairs = []
     for place, item in enumerate(items):
         with of_prompt(place, len(items)):
-            found.append((item if isinstance(item, str) else None, _ids(item, tokenizer)))
-    return found
+            pairs.append((item if isinstance(item, str) else None, _ids(item, tokenizer)))
+    return pairs
 
 
 def _ids(item: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -321,7 +321,7 @@ def encoded_spelled(
         encode: splits a text into tokens, without special ones around it.
         names: an expression of the names, see `special_names`.
     """
-    cuts = [found.start() + 1 for found in names.finditer(text)]
+    cuts = [match.start() + 1 for match in names.finditer(text)]
     return _encoded_apart(encode, [text[a:b] for a, b in pairwise([0, *cuts, len(text)])])
 
 

@@ -108,11 +108,11 @@ def occurrences(prompts: Iterable[Hashable]) -> list[int]:
     See `Request.occurrence`.
     """
     seen: Counter[Hashable] = Counter()
-    found = []
+    places = []
     for prompt in prompts:
-        found.append(seen[prompt])
+        places.append(seen[prompt])
         seen[prompt] += 1
-    return found
+    return places
 
 
 _serials = itertools.count()

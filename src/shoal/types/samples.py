@@ -199,8 +199,8 @@ class Output:
         return None if weights is None else log_mean(weights)
 
     def _weights(self) -> list[float] | None:
-        found = [sample.log_weight for sample in self.samples if sample.log_weight is not None]
-        return found or None
+        weights = [sample.log_weight for sample in self.samples if sample.log_weight is not None]
+        return weights or None
 
     def __repr__(self) -> str:
         shown = (

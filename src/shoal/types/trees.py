@@ -278,11 +278,11 @@ class Positions:
             return list(
                 range(1 + next((i for i, token in enumerate(draft) if token in eos), len(draft)))
             )
-        found = {0}
+        columns_of_row = {0}
         for column, token in enumerate(draft, start=1):
-            if token not in eos and self.parent(row, column) in found:
-                found.add(column)
-        return sorted(found)
+            if token not in eos and self.parent(row, column) in columns_of_row:
+                columns_of_row.add(column)
+        return sorted(columns_of_row)
 
 
 @dataclass(frozen=True)

@@ -120,11 +120,11 @@ def read_syntax(syntax: str | Syntax) -> Syntax:
         RequestError: an unknown language, a file that cannot be read, or members of another
             language than Python, C and C++.
     """
-    found = syntax if isinstance(syntax, Syntax) else Syntax(syntax)
-    language = found.language
+    read = syntax if isinstance(syntax, Syntax) else Syntax(syntax)
+    language = read.language
     if language.endswith(".lark") and "\n" not in language:
         try:
-            found = replace(found, language=Path(language).read_text(encoding="utf-8"))
+            read = replace(read, language=Path(language).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"the grammar {language} cannot be read: {error}") from None
     elif language not in LANGUAGES and ":" not in language:
@@ -132,12 +132,12 @@ def read_syntax(syntax: str | Syntax) -> Syntax:
             f"syntax must be one of {', '.join(LANGUAGES)}, a grammar in lark's language or the "
             f"path of a .lark file, got {language!r}"
         )
-    if found.members and language not in MEMBERS:
+    if read.members and language not in MEMBERS:
         raise RequestError(
             "members are those of Python, C or C++: they do not go with the syntax of another "
             "language"
         )
-    return found
+    return read
 
 
 def syntax_by_name(file_name: str | None, *, members: bool = False) -> Syntax | None:
@@ -192,9 +192,9 @@ def with_syntax(
             `Syntax`; no program begins with the text before, or ends with the text behind; jedi,
             lark or tree-sitter is needed and not installed; or members of another language.
     """
-    found = read_syntax(syntax)
-    left = request.prompt if found.left is None else found.left
-    right = (suffix or "") if found.right is None else found.right
+    named = read_syntax(syntax)
+    left = request.prompt if named.left is None else named.left
+    right = (suffix or "") if named.right is None else named.right
     if tokenizer is None:
         raise RequestError("syntax needs a tokenizer, and this model was given none")
     if left is None:
@@ -203,12 +203,12 @@ def with_syntax(
         len(own or b"") for own in map(token_bytes(tokenizer).__getitem__, request.removed)
     )
     checks: list[Any] = []
-    if found.parses:
+    if named.parses:
         try:
-            checks.append(_middle(found.language, tokenizer, left, right, healing))
+            checks.append(_middle(named.language, tokenizer, left, right, healing))
         except RequestError:
-            if not found.optional:
+            if not named.optional:
                 raise
-    if found.members:  # behind the parser: jedi is slower, and sees only texts that parse
-        checks.append(_members(found.language, tokenizer, left, right, healing))
+    if named.members:  # behind the parser: jedi is slower, and sees only texts that parse
+        checks.append(_members(named.language, tokenizer, left, right, healing))
     return replace(request, constraints=(*request.constraints, *checks))

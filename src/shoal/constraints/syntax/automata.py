@@ -47,13 +47,13 @@ class Automaton:
 
     def leading(self, states: Iterable[int]) -> frozenset[int]:
         """Returns the states from which some text leads to one of the given states."""
-        found = set(states)
-        open_ = list(found)
+        states_before = set(states)
+        open_ = list(states_before)
         while open_:
             for before in self._before[open_.pop()].values():
-                open_ += before - found
-                found |= before
-        return frozenset(found)
+                open_ += before - states_before
+                states_before |= before
+        return frozenset(states_before)
 
     def runs(self, state: int) -> Iterator[tuple[int, int, int]]:
         """Yields the moves of a state as first byte, last byte and next state."""
@@ -153,8 +153,8 @@ def _joined(firsts: Sequence[Automaton], parts: Sequence[Automaton], least: int)
     def accepts(item: tuple[int, int]) -> bool:
         return item[1] in machines[item[0]].accepts
 
-    found = determinized(start, closure, edges, accepts)
-    return found if least else Automaton(found.moves, found.accepts | {0})
+    union = determinized(start, closure, edges, accepts)
+    return union if least else Automaton(union.moves, union.accepts | {0})
 
 
 def _reached(moves: Sequence[Sequence[int]], accepts: frozenset[int]) -> Automaton:

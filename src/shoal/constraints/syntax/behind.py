@@ -43,8 +43,8 @@ class Behind:
         A symbol that ends right before the text may as well end in the text that is still to be
         written, which may be empty.
         """
-        found = frozenset(places)
-        return found | {GAP} if 0 in found else found
+        reached = frozenset(places)
+        return reached | {GAP} if 0 in reached else reached
 
     def ends(self) -> bool:
         """Returns True if some text of the language ends with this text."""
@@ -62,10 +62,10 @@ class Behind:
     def tail_at(self, rule: int, dot: int, place: int) -> Places:
         key = rule, dot, place
         if key not in self._tails:
-            found: Iterable[int] = (place,)
+            ends: Iterable[int] = (place,)
             for symbol in reversed(self.grammar.rules[rule][1][dot:]):
-                found = frozenset().union(*(self._starts(symbol, end) for end in found))
-            self._tails[key] = self._with_gap(found)
+                ends = frozenset().union(*(self._starts(symbol, end) for end in ends))
+            self._tails[key] = self._with_gap(ends)
         return self._tails[key]
 
     def alive(self, terminal: int, places: Places) -> tuple[Places, Places]:
@@ -103,14 +103,14 @@ class Behind:
         key = terminal, end
         if key not in self._ends:
             automaton = self.grammar.terminals[terminal]
-            states, place, found = automaton.accepts, end, set()
+            states, place, places = automaton.accepts, end, set()
             while states and place:
                 place -= 1
                 states = automaton.back(states, self._text[place])
                 if 0 in states:
-                    found.add(place)
+                    places.add(place)
             exact = states if not place else frozenset()
-            self._ends[key] = frozenset(found | ({GAP} if exact else set())), exact
+            self._ends[key] = frozenset(places | ({GAP} if exact else set())), exact
         return self._ends[key]
 
     def _derive(self, symbol: int, end: int) -> None:

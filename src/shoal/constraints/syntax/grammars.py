@@ -69,7 +69,7 @@ def read_grammar(text: str) -> SymbolGrammar:
     except ImportError:
         raise RequestError("middles under a grammar need lark: pip install '.[syntax]'") from None
     try:
-        found = lark.Lark(text, parser="earley", lexer="dynamic_complete")
+        earley = lark.Lark(text, parser="earley", lexer="dynamic_complete")
     except (lark.exceptions.LarkError, re.error, OSError) as error:
         raise RequestError(f"the grammar cannot be read: {error}") from None
     try:
@@ -77,30 +77,32 @@ def read_grammar(text: str) -> SymbolGrammar:
     except lark.exceptions.LarkError:
         parser = None
     ignored = [
-        _matching(terminal) for terminal in found.terminals if terminal.name in found.ignore_tokens
+        _matching(terminal)
+        for terminal in earley.terminals
+        if terminal.name in earley.ignore_tokens
     ]
     names = [
-        terminal.name for terminal in found.terminals if terminal.name not in found.ignore_tokens
+        terminal.name for terminal in earley.terminals if terminal.name not in earley.ignore_tokens
     ]
     own = {
         terminal.name: followed(_matching(terminal), ignored)
-        for terminal in found.terminals
+        for terminal in earley.terminals
         if terminal.name in names
     }
     rules = [
         (rule.origin.name, tuple((one.name, one.is_term) for one in rule.expansion))
-        for rule in found.rules
+        for rule in earley.rules
     ]
     return _compiled(
-        own, rules, repeated(ignored, 1) if ignored else None, found.options.start[0], parser
+        own, rules, repeated(ignored, 1) if ignored else None, earley.options.start[0], parser
     )
 
 
 def _matching(terminal: Any) -> Automaton:
-    found = automaton(terminal.pattern.to_regexp())
-    if 0 in found.accepts:
+    terminal_automaton = automaton(terminal.pattern.to_regexp())
+    if 0 in terminal_automaton.accepts:
         raise RequestError(f"the terminal {terminal.name} of the grammar matches the empty text")
-    return found
+    return terminal_automaton
 
 
 def _compiled(
@@ -129,7 +131,7 @@ def _compiled(
     of: dict[int, list[int]] = {}
     for number, (left, _) in enumerate(rules):
         of.setdefault(left, []).append(number)
-    kept = {left: tuple(found) for left, found in of.items()}
+    kept = {left: tuple(alternatives) for left, alternatives in of.items()}
     return SymbolGrammar(
         tuple(terminals), tuple(rules), kept, frozenset(_closed(rules, set())), parser
     )
@@ -176,8 +178,8 @@ def automaton(pattern: str) -> Automaton:
         raise RequestError(
             f"the regular expression {pattern!r} of the grammar cannot be read: {error}"
         ) from None
-    found = nfa.determinized(last)
-    return found.shortest() if nfa.lazy else found
+    result = nfa.determinized(last)
+    return result.shortest() if nfa.lazy else result
 
 
 class _Nfa:
@@ -281,9 +283,9 @@ class _Nfa:
                 yield (*rest[0], (rest[1:], state, classes))
                 return
             for ranges, after in self.reads[state]:
-                for own, found in self._split(ranges):
+                for own, numbers in self._split(ranges):
                     for first, *others in map(tuple, encoded(own)):
-                        yield (*first, (tuple(others), after, found))
+                        yield (*first, (tuple(others), after, numbers))
 
         start: Any = ((), 0, frozenset())
         return determinized([start], closure, edges, lambda item: item[:2] == ((), last))
@@ -292,8 +294,8 @@ class _Nfa:
         """Splits a class of characters by the looked-behind classes that contain them."""
         parts: list[tuple[Ranges, frozenset[int]]] = [(ranges, frozenset())]
         for number, looked in enumerate(self.looked):
-            within = [(_common(own, looked), found | {number}) for own, found in parts]
-            beyond = [(_common(own, _others(looked)), found) for own, found in parts]
+            within = [(_common(own, looked), numbers | {number}) for own, numbers in parts]
+            beyond = [(_common(own, _others(looked)), numbers) for own, numbers in parts]
             parts = [part for part in (*within, *beyond) if part[0]]
         return parts
 
@@ -347,7 +349,7 @@ def _others(ranges: Ranges) -> Ranges:
 @lru_cache(maxsize=4096)
 def encoded(ranges: Ranges) -> tuple[Ranges, ...]:
     """Returns the UTF-8 of characters, as sequences of ranges of bytes."""
-    found: list[Ranges] = []
+    sequences: list[Ranges] = []
     open_ = list(reversed(ranges))
     while open_:
         low, high = open_.pop()
@@ -355,8 +357,8 @@ def encoded(ranges: Ranges) -> tuple[Ranges, ...]:
         if end < high:
             open_.append((end + 1, high))
         if not _SURROGATES[0] <= low <= _SURROGATES[1]:
-            found.append(tuple(zip(chr(low).encode(), chr(end).encode(), strict=True)))
-    return tuple(found)
+            sequences.append(tuple(zip(chr(low).encode(), chr(end).encode(), strict=True)))
+    return tuple(sequences)
 
 
 def _piece_end(low: int, high: int) -> int:

@@ -133,13 +133,13 @@ class SourceLayout:
         line = self.text[begun:]
         indent = line[: len(line) - len(line.lstrip())]
         word = _WORD.match(line, len(indent))
-        found = next((i for i, (known, _) in enumerate(self._levels) if known == indent), None)
-        if found is None:
+        level = next((i for i, (known, _) in enumerate(self._levels) if known == indent), None)
+        if level is None:
             self._levels += ((indent, begun),)
             return
-        start = self._levels[found][1]
-        self._levels = self._levels[: found + 1]
+        start = self._levels[level][1]
+        self._levels = self._levels[: level + 1]
         if not self._decorated and not (word is not None and word[0] in CONTINUES):
-            self._levels = (*self._levels[:found], (indent, start))
+            self._levels = (*self._levels[:level], (indent, start))
             self.text = self.text[:start] + line
             self.line, self.opened = self.line + start - begun, self.opened + start - begun

@@ -292,7 +292,7 @@ class Quotients:
         self, items: set[tuple[int, int, SymbolNode]], ended: bool
     ) -> tuple[set[tuple[int, int, SymbolNode]], bool]:
         """Adds the items behind symbols that may be empty; an item at its end completes a node."""
-        found, open_ = set(items), list(items)
+        closure, open_ = set(items), list(items)
         while open_:
             rule, dot, node = open_.pop()
             right = self._grammar.rules[rule][1]
@@ -302,10 +302,10 @@ class Quotients:
             elif right[dot] in self._grammar.nullable:
                 more = [(rule, dot + 1, node)]
             for item in more:
-                if item not in found:
-                    found.add(item)
+                if item not in closure:
+                    closure.add(item)
                     open_.append(item)
-        return {item for item in found if item[1] < len(self._grammar.rules[item[0]][1])}, ended
+        return {item for item in closure if item[1] < len(self._grammar.rules[item[0]][1])}, ended
 
     def _made(
         self, closure: Closure, groups: list[list[SymbolNode]]

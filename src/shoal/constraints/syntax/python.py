@@ -252,10 +252,10 @@ class PythonMiddle(Cutting):
         if own is None:
             return None
         healing = max(0, state.healing - len(own))
-        found = decoded(state.rest + own[state.healing :])
-        if found is None:
+        middle = decoded(state.rest + own[state.healing :])
+        if middle is None:
             return None
-        text, rest = found
+        text, rest = middle
         layout = self._written(state, text)
         if layout is None or (
             rest and not (layout.quote or layout.comment or _begins_identifier(rest))

@@ -79,11 +79,13 @@ class TreeMiddle(Cutting):
         """Returns the state after a token; None for one that writes nothing, or no UTF-8."""
         if token not in state.after:
             own = bytes_at(self._bytes, token)
-            found = None if own is None else decoded(state.rest + own[state.healing :])
+            middle = None if own is None else decoded(state.rest + own[state.healing :])
             state.after[token] = (
                 None
-                if own is None or found is None
-                else WrittenText(state.text + found[0], found[1], max(0, state.healing - len(own)))
+                if own is None or middle is None
+                else WrittenText(
+                    state.text + middle[0], middle[1], max(0, state.healing - len(own))
+                )
             )
         return state.after[token]
 
@@ -200,12 +202,12 @@ class CursorTrees:
     @cached_property
     def own(self) -> Sequence[Fault]:
         """The faults that the file has whatever stands at the cursor."""
-        found: list[tuple[bytes, list[Fault]]] = []
+        pairs: list[tuple[bytes, list[Fault]]] = []
         for text in self._completing() if self._base.root_node.has_error else (b"",):
-            found.append((text, self._faults(self._edited(text), len(text))))
-            if not found[-1][1]:
+            pairs.append((text, self._faults(self._edited(text), len(text))))
+            if not pairs[-1][1]:
                 return ()
-        text, _ = min(found, key=lambda one: len(one[1]))
+        text, _ = min(pairs, key=lambda one: len(one[1]))
         faults = self._faults(self._whole(text), len(text))
         return [fault for fault in faults if fault.sides[0] != _MIDDLE]
 
@@ -255,16 +257,16 @@ class CursorTrees:
 
         A missing token without a node, such as the end of a line in Go, is at its parent's end.
         """
-        found, open_ = [], [tree.root_node]
+        faults, open_ = [], [tree.root_node]
         while open_:
             node = open_.pop()
             below = [child for child in node.children if child.has_error or child.is_missing]
             open_ += below
             if node.is_error or node.is_missing:
-                found.append(self._placed(node.start_byte, node.end_byte, size))
+                faults.append(self._placed(node.start_byte, node.end_byte, size))
             elif node.has_error and not below:
-                found.append(self._placed(node.end_byte, node.end_byte, size))
-        return found
+                faults.append(self._placed(node.end_byte, node.end_byte, size))
+        return faults
 
     def _placed(self, start: int, end: int, size: int) -> Fault:
         """Returns the fault between two offsets; an empty fault belongs to the text before it."""
@@ -300,19 +302,19 @@ def _brackets(left: str, right: str) -> str:
     alone. All brackets count, in strings and comments too: it is a guess.
     """
     open_: list[str] = []
-    for found in _BRACKET.findall(left):
-        if found in _CLOSING:
-            open_.append(_CLOSING[found])
-        elif found in open_:
-            del open_[len(open_) - 1 - open_[::-1].index(found) :]
+    for bracket in _BRACKET.findall(left):
+        if bracket in _CLOSING:
+            open_.append(_CLOSING[bracket])
+        elif bracket in open_:
+            del open_[len(open_) - 1 - open_[::-1].index(bracket) :]
     closing, opening, inner = "", "", 0
-    for found in _BRACKET.findall(right):
-        inner += 1 if found in _CLOSING else -1
+    for bracket in _BRACKET.findall(right):
+        inner += 1 if bracket in _CLOSING else -1
         if inner < 0:
             inner = 0
-            if found in open_:
-                while (missing := open_.pop()) != found:
+            if bracket in open_:
+                while (missing := open_.pop()) != bracket:
                     closing += missing
             else:
-                opening = _OPENING[found] + opening
+                opening = _OPENING[bracket] + opening
     return closing + "".join(reversed(open_)) + opening

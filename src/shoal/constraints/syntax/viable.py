@@ -188,13 +188,13 @@ def _text(body: str, raw: bool) -> str:
 
     The blank separates the text's last quotes from the closing quotes.
     """
-    found = None if raw else _ESCAPE.search(body)
-    if found is None:
+    match = None if raw else _ESCAPE.search(body)
+    if match is None:
         return body + " "
-    escape = found[1]
+    escape = match[1]
     digits = _DIGITS.get(escape[1:2])
     return (
-        body[: found.start(1)] if digits is None else body + "0" * (digits - len(escape) + 2)
+        body[: match.start(1)] if digits is None else body + "0" * (digits - len(escape) + 2)
     ) + " "
 
 
@@ -235,10 +235,10 @@ def _field(body: str, raw: bool) -> Field | None:
         elif character == "{":
             if depth == 0 and place + 1 == len(body):
                 return Field(0, "brace")
-            found = _behind_expression(body, place + 1, depth + 1)
-            if not isinstance(found, int):
-                return found
-            depth, place = depth + (body[found - 1] == ":"), found
+            field = _behind_expression(body, place + 1, depth + 1)
+            if not isinstance(field, int):
+                return field
+            depth, place = depth + (body[field - 1] == ":"), field
         elif character == "}" and depth:
             depth, place = depth - 1, place + 1
         elif character == "}":

@@ -113,8 +113,8 @@ class Card:
         """Returns the limits of a device; the interpreter has one processor, and any memory."""
         if device.type != "cuda":
             return Card(1, 1 << 40)
-        found = torch.cuda.get_device_properties(device)
-        return Card(found.multi_processor_count, _of_launches(device) or _of_torch(found))
+        properties = torch.cuda.get_device_properties(device)
+        return Card(properties.multi_processor_count, _of_launches(device) or _of_torch(properties))
 
 
 def _of_launches(device: torch.device) -> int:

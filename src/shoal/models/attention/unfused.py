@@ -110,8 +110,8 @@ def _groups(inputs: AttentionInputs) -> list[Shared]:
     for row, prefix in enumerate(inputs.plan.prefixes):
         if prefix is not None:
             of.setdefault(prefix, []).append(row)
-    found = [_shared(inputs, prefix, rows) for prefix, rows in of.items()]
-    return [shared for shared in found if shared.first < shared.end]
+    shares = [_shared(inputs, prefix, rows) for prefix, rows in of.items()]
+    return [shared for shared in shares if shared.first < shared.end]
 
 
 def _shared(inputs: AttentionInputs, prefix: Prefix, rows: list[int]) -> Shared:

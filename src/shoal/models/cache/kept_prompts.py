@@ -109,9 +109,9 @@ class PrefixTree:
         root = self._roots.pop(owner, None) or _Root(owner)
         node: _PrefixNode = root
         known = 0
-        for found, shared in self._walk(node, tokens):
+        for child, shared in self._walk(node, tokens):
             known += shared
-            node = found if shared == len(found.tokens) else self._split(found, shared)
+            node = child if shared == len(child.tokens) else self._split(child, shared)
         self._use(node)
         cells = self._take(min(len(tokens) - known, self.capacity - known), node)
         if cells:

@@ -159,8 +159,8 @@ class StateMarks:
     @property
     def nbytes(self) -> int:
         """The number of bytes of all states; those of several slots count once."""
-        found = {id(mark): mark for marks in self._marks.values() for mark in marks}
-        return sum(mark.nbytes for mark in found.values())
+        distinct = {id(mark): mark for marks in self._marks.values() for mark in marks}
+        return sum(mark.nbytes for mark in distinct.values())
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ class Style(NamedTuple):
         The second value says for which rows it is the declared one (`pure_probabilities`).
         """
         if by_kernels and self.draws_from_softmax and gpu_draws.softmax_runs(scores):
-            found = gpu_draws.softmax(scores, temperature, scores.shape[1])
-            assert found.probs is not None
-            return found.probs, None
+            probs = gpu_draws.softmax(scores, temperature, scores.shape[1])
+            assert probs.probs is not None
+            return probs.probs, None
         return pure_probabilities(
             scores, temperature, _sampling(self.cut), self.greedy, self.candidates
         )
@@ -145,14 +145,14 @@ def stepped(
         logits = every[
             torch.arange(every.shape[0], device=every.device), (block.bounds[1] - 1).clamp(min=0)
         ]
-    found = _distribution(logits, style, temperature, captures.by_kernels, want_q)
-    drawn = found.best
-    if found.probs is not None and not style.greedy:
-        draw = on_device(style.draw, found.probs) if captures.by_kernels else style.draw
-        drawn = draw(found.probs, uniforms)
+    step = _distribution(logits, style, temperature, captures.by_kernels, want_q)
+    drawn = step.best
+    if step.probs is not None and not style.greedy:
+        draw = on_device(style.draw, step.probs) if captures.by_kernels else style.draw
+        drawn = draw(step.probs, uniforms)
     known = logits.shape[-1]
     fed = drawn if known >= style.vocab_size else drawn.clamp(max=known - 1)
-    q, tokens = found.probs if want_q else None, torch.where(found.sound, drawn, -1)
+    q, tokens = step.probs if want_q else None, torch.where(step.sound, drawn, -1)
     return StepComputation(q, tokens, logits, fed)
 
 

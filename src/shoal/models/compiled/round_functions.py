@@ -172,7 +172,7 @@ class RoundFunctions:
         for j in range(kind.k):
             view = later if j else first
             with drafter.passes.within(view):
-                found = stepped(
+                step = stepped(
                     drafter.passes,
                     view,
                     self._style,
@@ -182,11 +182,11 @@ class RoundFunctions:
                 )
             kernel = drafter.passes.by_kernels
             feed(
-                found, later.block, same=view is later, by_kernel=kernel, kept=self.tokens[:, j + 1]
+                step, later.block, same=view is later, by_kernel=kernel, kept=self.tokens[:, j + 1]
             )
-            steps.append(found)
+            steps.append(step)
         self.steps = steps
-        return tuple(tensor for found in steps for tensor in found if tensor is not None)
+        return tuple(tensor for step in steps for tensor in step if tensor is not None)
 
     def verified(self) -> tuple[Tensor, Tensor]:
         """Computes the target's pass over the drafts, and the decision.
@@ -198,9 +198,9 @@ class RoundFunctions:
         self.tokens[:, 0].copy_(self.inputs["last"])
         with target.passes.within(view):
             logits = target.passes.forward(view)
-        drawn = [found.tokens for found in self.steps]
-        found = self._decide(logits, by_kernels=target.passes.by_kernels)
-        self.results = packed_results(logits, self.tokens[:, 1:], drawn, *found)
+        drawn = [step.tokens for step in self.steps]
+        step = self._decide(logits, by_kernels=target.passes.by_kernels)
+        self.results = packed_results(logits, self.tokens[:, 1:], drawn, *step)
         return self.results, logits
 
     def decided(self, logits: Tensor) -> Verdict:
@@ -229,7 +229,7 @@ class RoundFunctions:
             return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs), None
         temperatures, flat = self.temperatures.repeat_interleave(k + 1), logits.flatten(0, 1)
         p, enough = self._style.probabilities(flat, temperatures, by_kernels=by_kernels)
-        q = [found.q for found in self.steps if found.q is not None]
+        q = [step.q for step in self.steps if step.q is not None]
         sampler = on_device(kind.style.draw, p) if by_kernels else None
         p = p.unflatten(0, (kind.rows, k + 1))
         verdict = kind.rule.decide_chains(drafts, lengths, q, p, self.uniforms, sampler)

@@ -127,9 +127,9 @@ class Download:
         host = self._hosts[place]
         if host is None or len(host) < results.numel():
             host = self._hosts[place] = host_buffer(results.numel(), results.device)
-        found = host[: results.numel()].view(results.shape)
-        found.copy_(results, non_blocking=True)
-        return Arrival(found, results.device)
+        arriving = host[: results.numel()].view(results.shape)
+        arriving.copy_(results, non_blocking=True)
+        return Arrival(arriving, results.device)
 
     def __call__(self, results: Tensor) -> Numbers:
         """Returns the results on the host, and waits for them."""

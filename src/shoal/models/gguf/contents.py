@@ -256,8 +256,8 @@ class Header:
 def layers_with_states(file: Path) -> list[int]:
     """Returns the numbers of the layers that keep recurrent states, by their tensors' names."""
     names = {name for part in parts_of(str(file)) for name in Header(Path(part)).tensors}
-    found = (re.match(r"blk\.(\d+)\.(?:ssm|shortconv|time_mix)", name) for name in names)
-    return sorted({int(one[1]) for one in found if one})
+    matches = (re.match(r"blk\.(\d+)\.(?:ssm|shortconv|time_mix)", name) for name in names)
+    return sorted({int(one[1]) for one in matches if one})
 
 
 FACTORS = "rope_freqs.weight"
@@ -279,10 +279,10 @@ def rotary_parameters(header: Header, family: str, context: int) -> dict[str, An
     """
 
     def value(key: str, otherwise: Any) -> Any:
-        found = header.value(f"{family}.rope.{key}")
-        if found is None and header.has(f"{family}.rope.{key}"):
+        number = header.value(f"{family}.rope.{key}")
+        if number is None and header.has(f"{family}.rope.{key}"):
             raise UnsupportedModel(f"its {family}.rope.{key} is a list")
-        return otherwise if found is None else found
+        return otherwise if number is None else number
 
     scaled = value("scaling.factor", value("scale_linear", 0)) or 1
     kind = value("scaling.type", "linear")  # as llama.cpp reads a file that names none

@@ -156,10 +156,10 @@ class _Reader:
                 raise _NotOurs(f"it has {family}.{key}")
 
         def number(key: str, otherwise: float | None = None) -> Any:
-            found = header.value(f"{family}.{key}")
-            if found is None and (otherwise is None or header.has(f"{family}.{key}")):
+            value = header.value(f"{family}.{key}")
+            if value is None and (otherwise is None or header.has(f"{family}.{key}")):
                 raise _NotOurs(f"it has no number {family}.{key}")
-            return otherwise if found is None else found
+            return otherwise if value is None else value
 
         width, heads = number("embedding_length"), number("attention.head_count")
         dim = number("attention.key_length", width // heads)

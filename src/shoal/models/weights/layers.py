@@ -324,12 +324,12 @@ def _shared_weights(hf: nn.Module) -> list[_Shared]:
 
     No weight is kept here, so that a replaced one is freed at once.
     """
-    found: dict[int, _Shared] = {}
+    groups: dict[int, _Shared] = {}
     for module in hf.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), _Shared()).owners.append((module, name))
-    return [shared for shared in found.values() if shared.layers]
+                groups.setdefault(id(parameter), _Shared()).owners.append((module, name))
+    return [shared for shared in groups.values() if shared.layers]
 
 
 class SavePretrained:

@@ -321,9 +321,9 @@ class Updates:
         version = Version() if own is None else writes(own, {id(one) for one in tensors(target)})
         if not version:
             return 0
-        found = writes(target)
-        if found != self._target:
-            self._target, self.behind = found, self.behind + 1
+        writers = writes(target)
+        if writers != self._target:
+            self._target, self.behind = writers, self.behind + 1
         if version != self._own:
             self.behind = 0 if self._own else self.behind
             self._own = version
@@ -337,7 +337,7 @@ def sums(hf: nn.Module) -> list[Tensor]:
     tokens need not meet a hook that looks for another one. Packed weights are written by their
     matrix alone, which counts the writes; so does PyTorch for tensors without bytes of their own.
     """
-    found: list[Tensor] = []
+    checksums: list[Tensor] = []
     counts = [hash(_settings(module)) for module in hf.modules()]
     for tensor in (*hf.parameters(), *hf.buffers()):
         if isinstance(tensor, PackedWeight):
@@ -346,13 +346,13 @@ def sums(hf: nn.Module) -> list[Tensor]:
                 continue
             tensor = tensor.of(tensor.matrix.dense())
         try:
-            found += _sums_of(tensor.detach())
+            checksums += _sums_of(tensor.detach())
         except (NotImplementedError, TypeError, RuntimeError):
             counts += [id(tensor), 0 if tensor.is_inference() else tensor._version]
-    devices = dict.fromkeys(each.device for each in found)
+    devices = dict.fromkeys(each.device for each in checksums)
     return [
         torch.tensor(counts),
-        *(torch.stack([one for one in found if one.device == device]) for device in devices),
+        *(torch.stack([one for one in checksums if one.device == device]) for device in devices),
     ]
 
 

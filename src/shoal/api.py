@@ -227,7 +227,7 @@ class Shoal(Pair):
     ) -> Stream:
         self._open()
         now = time.perf_counter()
-        drafter, dressing, fields = options.get("drafter"), _dressing(options), _fields(options)
+        drafter, dressing = options.get("drafter"), _dressing(options)
         settings = {
             name: value
             for name, value in options.items()
@@ -239,7 +239,12 @@ class Shoal(Pair):
         engine = self.engine(call.speculation.lookahead, self.rule or call.rule, drafter=drafter)
         if drafter is None:
             self._count_updates(engine)
-        requests = call.requests(submitted_at=now, **fields)
+        requests = call.requests(
+            submitted_at=now,
+            top_logprobs=plain(options.get("top_logprobs", 0)),
+            constraints=tuple(options.get("constraints", ())),
+            shown_tokens=frozenset(plain(options.get("shown_tokens", ()))),
+        )
         if dressing.exact and engine.rule.lossy:
             raise RequestError(
                 "exact=True weighs samples of p, and this rule draws others: leave out "
@@ -358,12 +363,3 @@ def _dressing(options: CallOptions) -> Dressing:
     """Returns the values of `align`, `exact` and `syntax` of a call."""
     exact, syntax = options.get("exact", False), options.get("syntax")
     return Dressing(options.get("align"), exact, syntax)
-
-
-def _fields(options: CallOptions) -> dict[str, Any]:
-    """Returns the fields of every `Request` of a call that are options of the call."""
-    return {
-        "top_logprobs": plain(options.get("top_logprobs", 0)),
-        "constraints": tuple(options.get("constraints", ())),
-        "shown_tokens": frozenset(plain(options.get("shown_tokens", ()))),
-    }

@@ -140,7 +140,7 @@ class Track:
             self._matcher, self._consumed = self._start.deep_copy(), []
         new, known = self._new(state)
         old = [token for _, token in self._consumed[known:]]
-        same = _common(old, [token for _, token in new])
+        same = common_length(old, [token for _, token in new])
         if same < len(old):
             self._matcher.rollback(len(old) - same)
         read = same + self._matcher.try_consume_tokens([token for _, token in new[same:]])
@@ -174,7 +174,7 @@ class Track:
         )
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_length(a: Sequence[object], b: Sequence[object]) -> int:
     """Returns the length of the longest common prefix."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))

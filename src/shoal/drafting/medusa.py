@@ -186,27 +186,22 @@ class MedusaDrafter(LastStateDrafter):
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
         started = time.perf_counter()
-        best_tokens = [
+        row_states = [
             self.state_of(row) if length else None
             for row, length in zip(inputs.rows, inputs.lengths, strict=True)
         ]
-        states = [state for state in best_tokens if state is not None]
-        following = iter(self._following(torch.stack(states)) if states else ())
+        states = [state for state in row_states if state is not None]
+        most = CHOICES if self.max_nodes else 1
+        following = iter(
+            most_probable(self._heads(torch.stack(states)).transpose(0, 1), most) if states else ()
+        )
         guesses = [
             NOTHING if state is None else independent(next(following), length, self.max_nodes)
-            for state, length in zip(best_tokens, inputs.lengths, strict=True)
+            for state, length in zip(row_states, inputs.lengths, strict=True)
         ]
         self._passes += bool(states)
         self._seconds += time.perf_counter() - started
         return tree_of(guesses, inputs)
-
-    def _following(self, states: Tensor) -> list[list[list[tuple[int, float]]]]:
-        """Returns the most probable tokens and their probabilities, for each row and head.
-
-        Args:
-            states: the hidden states, [rows, width].
-        """
-        return most_probable(self._heads(states).transpose(0, 1), CHOICES if self.max_nodes else 1)
 
     def learner(self) -> Learner | None:
         heads = self._heads

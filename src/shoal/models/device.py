@@ -168,14 +168,6 @@ def event_for(device: torch.device) -> Any:
     return None
 
 
-def _stream(device: torch.device) -> Any:
-    """Returns the stream that works for a device; None for a device without streams.
-
-    Without a stream, an event is recorded on the stream of the current device.
-    """
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
 class Moments:
     """A list of moments in the work of a device, which can be noted again and again.
 
@@ -195,7 +187,8 @@ class Moments:
     def note(self, place: int) -> None:
         """Notes a moment: all work launched before it is done, no work launched after it is."""
         if self._events[place] is not None:
-            self._events[place].record(_stream(self._device))
+            on_cuda = self._device.type == "cuda"
+            self._events[place].record(torch.cuda.current_stream(self._device) if on_cuda else None)
         else:
             self._times[place] = time.perf_counter()
 

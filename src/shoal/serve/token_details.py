@@ -10,12 +10,12 @@ import math
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any
 
 import anyio
 import torch
 
+from shoal.constraints.grammar import common_length
 from shoal.constraints.token_bytes import byte_letters, fallback
 from shoal.engine.detokenizer import Detokenizer, special_tokens
 from shoal.errors import RequestError
@@ -263,7 +263,7 @@ class Scoring:
         for text in texts:
             for token in self._ids:
                 text.push(token)
-        return max(texts, key=lambda text: (text.text == echo, _common(text.text, echo)))
+        return max(texts, key=lambda text: (text.text == echo, common_length(text.text, echo)))
 
     def ranked(self, count: int) -> list[dict[int, tuple[float, int]] | None]:
         """Returns the log-probabilities and ranks at each token of the prompt; call when `done`.
@@ -283,8 +283,3 @@ class Scoring:
             own: (logprob, self._ranks[i]),
             **{t: (value, rank) for rank, (t, value) in others if t != own},
         }
-
-
-def _common(a: str, b: str) -> int:
-    """Returns the length of the longest common beginning."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -76,7 +76,9 @@ class LlamaCpp:
                 cache, self._feed.fill(ids[part], places[part], rows[part], batch.want_logits)
             )
             if batch.want_logits:
-                _read_logits(cache, logits[part])
+                own = logits[part]  # the next call overwrites those of this one
+                address = library().llama_get_logits(cache.context)
+                ctypes.memmove(own.data_ptr(), address, own.nbytes)
         return PassOutput(_by_row(plan, logits) if batch.want_logits else logits, None, self.name)
 
     def _decode(self, cache: Sequences, batch: ctypes.Structure) -> None:
@@ -89,14 +91,6 @@ class LlamaCpp:
             raise ModelError(
                 f"{self._model.file}: llama.cpp failed at a pass ({code}): {complaint('no reason')}"
             )
-
-
-def _read_logits(cache: Sequences, logits: Tensor) -> None:
-    """Copies the logits of the last call, [tokens, vocab] float32.
-
-    The next call overwrites them.
-    """
-    ctypes.memmove(logits.data_ptr(), library().llama_get_logits(cache.context), logits.nbytes)
 
 
 def _by_row(plan: Plan, logits: Tensor) -> Tensor:

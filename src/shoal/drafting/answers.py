@@ -1,4 +1,4 @@
-"""Earlier answers of an engine in one suffix automaton, and the places of running rows in it.
+"""A suffix automaton of the earlier answers of an engine, and the places of running rows in it.
 
 On disk they serve later engines and runs too: `suffix:answers=FILE`. The file has one JSON object
 on each line. The first line names the format and the tokenizer; every other line holds the tokens

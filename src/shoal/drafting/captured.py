@@ -97,7 +97,7 @@ class CapturedRounds:
         return self._ahead is not None
 
     def under_way(self, running: Sequence[Row]) -> list[Row]:
-        """Returns the rows of a round that was launched ahead; none if there is none that holds.
+        """Returns the rows of a round that was launched ahead; none without a valid one.
 
         They are the rows of the next call of `decide`. A round that does not hold is dropped.
 
@@ -253,7 +253,7 @@ class CapturedRounds:
         return _outcome(decided, work)
 
     def _drop(self) -> None:
-        """Waits for a round that was launched ahead, and lets go of its results.
+        """Waits for a round that was launched ahead, and discards its results.
 
         The cells that it wrote lie behind the tokens of all rows. They are set to zero if its
         logits are not finite.

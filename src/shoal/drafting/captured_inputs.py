@@ -229,7 +229,7 @@ class RoundAhead(NamedTuple):
     lengths: Sequence[int] = ()
 
     def places(self, running: Sequence[Row]) -> list[int]:
-        """Returns the places of the rows that still run; none if the round does not hold.
+        """Returns the places of the rows that still run; none if the round is not valid.
 
         It does not hold if a row has other tokens or another slot than the round was launched with,
         or if a cache has changed its size.

@@ -63,7 +63,7 @@ class BatchSize(Protocol):
     def bounds_memory(self) -> bool: ...
 
     def rows(self, running: int, waiting: int, seconds_per_token: float) -> int:
-        """Returns the most rows in slots in the coming round; if more are there, they stay.
+        """Returns the most rows in slots in the coming round; rows beyond it stay.
 
         Called only while rows wait.
 
@@ -252,7 +252,7 @@ class BatchSizes:
 
 
 def batch_size_of(max_batch: int | BatchSize) -> BatchSize:
-    """Returns a number as a `FixedBatchSize`, and a batch size as it is.
+    """Returns the batch size; a number becomes a `FixedBatchSize`.
 
     Raises:
         RequestError: the number is below 1.
@@ -261,7 +261,7 @@ def batch_size_of(max_batch: int | BatchSize) -> BatchSize:
 
 
 def require_max_batch(value: object) -> int | str:
-    """Returns a `max_batch` as users give it.
+    """Checks a `max_batch` that a user gives, and returns it.
 
     Raises:
         RequestError: it is neither "auto" nor an integer from 1 on.

@@ -136,7 +136,7 @@ def _p(scores: Scores, b: int, column: int) -> Tensor:
 
 
 def _draws(seed: int, position: int) -> tuple[Following, Phantoms]:
-    """Returns functions for the further draws at a position, each by a number of its own."""
+    """Returns the functions of further draws at a position; each has a uniform of its own."""
     turns = count()
 
     def number() -> float:

@@ -188,7 +188,7 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
 
 
 def _after(check: Any, state: Any, token: int) -> Any:
-    """Returns the state after a token that has passed.
+    """Returns the state of a check after a token that it let pass.
 
     Raises:
         RequestError: the check fails, or now refuses the token.

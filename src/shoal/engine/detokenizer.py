@@ -42,7 +42,7 @@ class MarkedText:
         """The positions of special tokens in the text, and their lengths."""
 
     def copy(self) -> MarkedText:
-        """Returns the same text, which goes on by itself."""
+        """Returns a copy of the text, which goes on by itself."""
         other = copy.copy(self)
         other._names = list(self._names)
         return other

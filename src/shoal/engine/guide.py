@@ -30,7 +30,7 @@ from shoal.types.trees import Block
 
 @dataclass(frozen=True)
 class AfterAnother:
-    """A row as a model reads it that has a prompt of its own: that one, then the row's new tokens.
+    """A row for a model with a prompt of its own: that prompt, then the new tokens of the row.
 
     It has all that slots ask of a row. Two of one row are equal.
     """
@@ -169,7 +169,7 @@ def _is_guided(row: Row) -> bool:
 
 
 class Together(KeyValueMemory):
-    """The memory of a target and of its guides, which hold as many tokens.
+    """The memory of a target and of its guides, which hold equally many tokens.
 
     Args:
         target: the target's; its context is that of all.

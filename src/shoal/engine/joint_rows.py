@@ -109,7 +109,7 @@ def _copies(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def systematic(logs: Sequence[float], uniform: float) -> list[int]:
-    """Returns how often each of some items is drawn, in the mean in proportion to its weight.
+    """Returns the number of draws of each item; its mean is proportional to the item's weight.
 
     There are as many draws as items.
 

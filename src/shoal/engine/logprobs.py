@@ -133,7 +133,7 @@ def _weights(
 
 
 def _seen(row: Row, block: Sequence[int], inside: Tensor) -> list[DrawnValues]:
-    """Returns the values for estimates.
+    """Returns the values from which estimates learn.
 
     Args:
         inside: natural log of p at each token, [tokens, vocab]; -inf for tokens that are not

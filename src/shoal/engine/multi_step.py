@@ -106,7 +106,7 @@ class MultiStep:
         return PlainRun(by_row, raw[: len(tokens)].T.tolist(), processed)
 
     def _rounds(self, rows: Sequence[Row]) -> int:
-        """Returns the most rounds of a run of these rows; less than 2 = there can be none."""
+        """Returns the most rounds of a run of these rows; less than 2 = no run."""
         if self._race is None:
             return 0
         rounds = min(MOST_ROUNDS, MOST_TOKENS // len(rows), rounds_at_once(self._target))
@@ -141,7 +141,7 @@ class MultiStep:
         return lean_steps(target, slots, last, [1] * len(rows), rounds, drawing)
 
     def _give_back(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Takes the cells of a round that failed out of the cache."""
+        """Removes the cells of a failed round from the cache."""
         cache = self._target.cache
         for slot, length in zip(slots, lengths, strict=True):
             cache.lengths[slot] = length

@@ -1,4 +1,4 @@
-"""Prompts -> filled caches, and prompts of earlier rows for later ones that begin alike.
+"""Fills caches with prompts, and keeps the prompts of earlier rows for later ones.
 
 A group's prompt is computed once, and stored once or copied. All prompt tokens but the last are
 computed here. The last one is the first token of the row's first round, as the last committed token
@@ -98,7 +98,7 @@ class PrefixMemory:
 
 
 class PrefixCache:
-    """The kept prefixes in the use of one engine's target.
+    """The kept prefixes that the target of one engine uses.
 
     A draft model keeps as many tokens for itself (`shoal.drafting.draft_slots`).
 

@@ -295,7 +295,7 @@ class Batch:
 
 
 class PlainRows:
-    """Knows if nothing but tokens and their probabilities is read of the rounds of rows.
+    """A test whether the engine reads only tokens and their probabilities of a round.
 
     Args:
         drafter: the drafter of the engine; one that observes plain rounds reads more.
@@ -307,19 +307,19 @@ class PlainRows:
         self._plain = not self._observes  # of these rows
 
     def includes(self, rows: Sequence[Row]) -> bool:
-        """Returns True for rows of that kind."""
+        """Returns True if the rows are plain (`_is_plain`)."""
         if self._rows != rows:
             self._rows = list(rows)
             self._plain = not self._observes and all(map(_is_plain, rows))
         return self._plain
 
     def forget(self) -> None:
-        """Forgets the rows of the last question: nothing else keeps rows that have ended."""
+        """Forgets the rows of the last call, so that ended rows are freed."""
         self._rows, self._plain = (), not self._observes
 
 
 def _is_plain(row: Row) -> bool:
-    """Returns True if nothing but the drawn tokens and their probabilities is read of a round."""
+    """Returns True if the engine reads only tokens and their probabilities of a round of the row."""
     request = row.request
     return not (
         row.checks

@@ -137,7 +137,7 @@ class Scheduler:
         self.waiting.put_back(row)
 
     def put_back(self, row: Row) -> None:
-        """Adds a row again that was removed, and has no new tokens; it goes first of its call."""
+        """Adds a removed row without new tokens again, first among the rows of its call."""
         self.waiting.put_back(row)
         self.fairness.enter([row])
         self._groups.come_back(row)

@@ -44,7 +44,7 @@ class Passage:
         self._behind: int | None = None
 
     def covers(self, text: str, sure: int, start: int, end: int) -> bool:
-        """Returns True if a place of the text is within such a part.
+        """Returns True if a place of the text is within a part.
 
         Args:
             text: the text, which goes on with the text read before.
@@ -85,7 +85,7 @@ class Passages:
         self._parts = [Passage(*marks) for marks in stops.unstopped]
 
     def copy(self) -> Passages:
-        """Returns the same parts, of a text that goes on by itself."""
+        """Returns a copy of the parts, for a text that goes on by itself."""
         other = copy.copy(self)
         other._parts = [copy.copy(part) for part in self._parts]
         return other
@@ -111,7 +111,7 @@ class RowStops:
         self.passages = {marked: Passages(stops) for marked in (False, True)}
 
     def copy(self) -> RowStops:
-        """Returns the same of a row that goes on by itself."""
+        """Returns a copy for a row that goes on by itself."""
         other = copy.copy(self)
         other.passages = {marked: one.copy() for marked, one in self.passages.items()}
         return other

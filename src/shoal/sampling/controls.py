@@ -49,7 +49,7 @@ def groups(rows: Sequence[Row]) -> list[tuple[Sampling, list[int]]]:
 
 
 def _key(s: Sampling) -> tuple[Any, ...]:
-    """Returns a key that is equal for settings that are computed alike.
+    """Returns a key; settings with equal keys are computed alike.
 
     It has all fields except seed and grammar, and containers by identity.
     """

@@ -106,7 +106,7 @@ def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) 
 
 
 def _ints(values: Sequence[int], device: torch.device) -> Tensor:
-    """Makes a tensor int64 [len(values)] by way of an array.
+    """Makes a tensor int64 [len(values)] from an array, which is faster than from a list.
 
     This way is several times faster than torch.tensor of a list.
     """

@@ -199,7 +199,7 @@ def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
 
 
 def _never_needed(probs: Tensor, mass: float) -> Tensor:
-    """Returns a difference of logarithms [n, 1] that marks tokens which are never needed.
+    """Returns a distance of logarithms [n, 1] beyond which tokens are never needed.
 
     All tokens that are so much less probable than the first hold less than 1 - mass together.
     """

@@ -313,7 +313,7 @@ def _behind(rows: Sequence[Row], by_round: bool) -> list[int]:
 
 
 def _used(rows: Sequence[Row], places: Sequence[tuple[int, int, int]], by_round: bool) -> list[int]:
-    """Returns the positions of each row's place that are used up, all after a round with drafts."""
+    """Returns the number of used positions of each row's place; after a round with drafts all."""
     behind = _behind(rows, by_round)
     return [
         len(row.tokens) - first if now == then else AHEAD

@@ -259,7 +259,7 @@ def with_line_feeds(text: str) -> str:
 
 
 def with_line_ends(text: str, end: str) -> str:
-    """Returns a text whose lines end so; a carriage return belongs to a line's end."""
+    """Returns a text with these line ends; a carriage return belongs to a line's end."""
     return text.replace("\r", "").replace("\n", end)
 
 

@@ -180,7 +180,7 @@ class RowText:
         self.detokenizer = None if other.detokenizer is None else other.detokenizer.copy()
 
     def recount(self, prompt_length: int) -> None:
-        """Lets the tokens be counted again, which has not been done yet for a new text."""
+        """Drops the counts of tokens, which are counted anew for a new text."""
         self.counts, self.output_counts = TokenCounts(), TokenCounts(prompt_length)
 
     @property
@@ -309,7 +309,7 @@ class Row(RowText):
 
     @property
     def draft_reach(self) -> int:
-        """The most tokens of the row that its drafter reads; 0 if the prompt alone is longer."""
+        """The most tokens of the row that its drafter reads; 0 if the prompt is longer."""
         return self.draft_context if self.prompt_length <= self.draft_context else 0
 
 

@@ -78,7 +78,7 @@ class SlotCache(RowStore, Cache):
         super()._add_layer(key_states, value_states)
 
     def make_layers(self, layers: int, states: Tensor) -> None:
-        """Makes those of a model's `layers` layers that no pass has made yet.
+        """Makes the layers, out of a model's `layers`, that no pass has made yet.
 
         Args:
             states: keys, or values, of the shape [rows, heads, q, dim].

@@ -177,7 +177,7 @@ class PrefixTree:
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns the number of tokens that two sequences begin with in common."""
+    """Returns the length of the common prefix of two sequences."""
     least = min(len(one), len(other))
     if tuple(one[:least]) == tuple(other[:least]):
         return least
@@ -212,14 +212,14 @@ class KeptPrefixes:
 
     @property
     def tree_bytes(self) -> int:
-        """The number of bytes of the tree beside them."""
+        """The number of bytes of the tree without its cells."""
         return self._tree.nbytes
 
     def serves(self, cache: SlotCache) -> None:
         """Begins to keep tokens of rows of a cache."""
 
     def settle(self, cache: SlotCache, slot: int) -> None:
-        """Ends to look after the row in a slot, which has had a round."""
+        """Stops watching the row in a slot, which has had a round."""
 
     def reachable(self, count: int, tokens: int) -> int:
         """Returns how many of the `count` first tokens of a kept prompt a later row may copy.

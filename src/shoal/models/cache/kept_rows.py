@@ -1,4 +1,4 @@
-"""Rows kept one by one for later rows that begin alike, where tokens alone cannot be parted.
+"""Copies of whole rows for later rows that begin alike, of caches that tokens cannot be cut from.
 
 A model whose layers keep recurrent states goes on from a state alone: so such a row is kept with
 its states after some of its tokens (`StateCache.marks`), and a later row begins with as many tokens
@@ -58,7 +58,7 @@ class KeptRows(KeptPrefixes):
 
     @abstractmethod
     def _size(self, state: Any) -> int:
-        """Returns the share of the capacity that a row counts."""
+        """Returns the share of the capacity that a row takes."""
 
     @abstractmethod
     def _usable(self, state: Any, count: int) -> int:
@@ -73,7 +73,7 @@ class KeptRows(KeptPrefixes):
         """Makes the first tokens of an empty slot those of a copy."""
 
     def _kept_tokens(self, cache: Any, slot: int, tokens: Sequence[int]) -> Sequence[int]:
-        """Returns those of a row's first tokens that are to be kept; none if there is no room."""
+        """Returns the first tokens of a row that will be kept; none if there is no room."""
         return tokens if MIN_TOKENS <= cache.lengths[slot] <= self._capacity else ()
 
     def kept_length(self, owner: str, tokens: Sequence[int]) -> int:
@@ -109,7 +109,7 @@ class KeptRows(KeptPrefixes):
             self._rows.popitem(last=False)
 
     def _longest(self, owner: str, tokens: Sequence[int]) -> tuple[int, int]:
-        """Returns the number of tokens that the best row has of these, and the row's number.
+        """Returns the longest common prefix of the tokens and a kept row, and that row's number.
 
         Both are 0 where the tokens are too few.
         """

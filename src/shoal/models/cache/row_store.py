@@ -56,7 +56,7 @@ def rounded(states: Tensor) -> Tensor:
 
 
 def unrounded(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the keys or values [..., dim] that `rounded` has made [..., dim + SCALE_BYTES] of."""
+    """Returns keys or values [..., dim] of those that `rounded` made, [..., dim + SCALE_BYTES]."""
     scales = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return (stored[..., :-SCALE_BYTES].float() * scales).to(dtype)
 
@@ -98,7 +98,7 @@ class Layer:
 
 
 def resized(tensor: Tensor, size: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
-    """Returns the tensor with its first dimensions enlarged or cut; itself where nothing changes.
+    """Enlarges or cuts the first dimensions; returns the tensor itself if nothing changes.
 
     The old elements within `kept` are copied.
     """
@@ -274,7 +274,7 @@ class RowStore:
         return length <= self.lengths[slot]
 
     def hold(self, slot: int) -> None:
-        """Sees to it that the tokens that the slot has now can be copied later."""
+        """Ensures that the present tokens of the slot can be copied later."""
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -388,7 +388,7 @@ class RowStore:
 
 
 def layer_like(store: RowStore, dtype: torch.dtype, *like: Tensor) -> Layer:
-    """Makes stores whose tokens are of the form and format of these, [rows, q, heads, dim].
+    """Makes stores for tokens of the same shape and dtype, [rows, q, heads, dim].
 
     The cells must be zero because a masked key is multiplied by 0, and 0 * NaN would be NaN.
     """

@@ -187,7 +187,7 @@ class StateCache(SlotCache):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Lets the mixers compute by groups of rows within the context.
+        """Makes the mixers compute by groups of rows within the context.
 
         Afterwards it puts a `forward` back that an owner had set on a mixer, and the states that
         mixers had in themselves.
@@ -285,7 +285,7 @@ class StateCache(SlotCache):
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Appends inputs to those of a convolution, and returns all that it may read."""
+        """Appends inputs to those of a convolution; returns the inputs that it may read."""
         key = "conv", layer_idx, state_idx
         before = self._state(key)
         if before is not None:
@@ -319,7 +319,7 @@ class StateCache(SlotCache):
 def call_of(
     cache: StateCache, name: str, forward: Any, args: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Tensor, Call]:
-    """Returns the tokens of a mixer's call, and a function that calls it with other tokens.
+    """Returns the tokens of a call of a mixer, and a function that repeats it with other tokens.
 
     States that the mixer keeps in itself are lent to it, and taken from it afterwards.
     """

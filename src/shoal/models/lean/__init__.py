@@ -107,7 +107,7 @@ class Decoder:
 
     @property
     def stale(self) -> bool:
-        """True if weights or layers were replaced, so that only the model's modules know them."""
+        """True if weights or layers were replaced since the decoder was read."""
         return any(map(_STALE, self.matrices)) or self.structure.changed
 
     @cached_property
@@ -191,7 +191,7 @@ def _layer(layer: Any, window: int | None, matrix_of: MatrixOf) -> DecoderLayer:
 
 
 def _inputs_of(layer: Any) -> list[Any]:
-    """Returns the linear layers of queries, keys and values, which have one matrix."""
+    """Returns the linear layers of queries, keys and values, which share one matrix."""
     attention = layer.self_attn
     return [attention.q_proj, attention.k_proj, attention.v_proj]
 

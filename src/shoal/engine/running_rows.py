@@ -319,7 +319,7 @@ class PlainRows:
 
 
 def _is_plain(row: Row) -> bool:
-    """Returns True if the engine reads only tokens and their probabilities of a round of the row."""
+    """Returns True if only tokens and their probabilities are read of a round of the row."""
     request = row.request
     return not (
         row.checks

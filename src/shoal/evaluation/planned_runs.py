@@ -208,10 +208,10 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 def sentences(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yields the findings."""
     yield f"Means per problem, with 95 % intervals; {summary['note']}."
-    for other, comparison in summary["against"].items():
+    for other, one in summary["against"].items():
         yield (
-            f"{PLANNED} against {other}: {100 * comparison['mean']:+.1f} points of pass@1 "
-            f"[{100 * comparison['low']:+.1f}, {100 * comparison['high']:+.1f}], p = {comparison['p']:.3g}."
+            f"{PLANNED} against {other}: {100 * one['mean']:+.1f} points of pass@1 "
+            f"[{100 * one['low']:+.1f}, {100 * one['high']:+.1f}], p = {one['p']:.3g}."
         )
     if summary.get("left_out"):
         yield f"Left out, as they have no public tests: {summary['left_out']}."

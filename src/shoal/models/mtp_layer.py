@@ -68,15 +68,15 @@ def layer_names(directory: Path, layers: int) -> dict[str, list[str]]:
         directory: the directory of the checkpoint.
         layers: the number of the model's own layers.
     """
-    names_by_layer: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for name in _tensors(directory):
         mtp = re.search(r"(?:^|\.)mtp\.(?:.*?layers\.(\d+)\.)?", name)
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
         if mtp:
-            names_by_layer.setdefault(mtp[1] or "0", []).append(name)
+            found.setdefault(mtp[1] or "0", []).append(name)
         elif layer and int(layer[1]) >= layers:
-            names_by_layer.setdefault(str(int(layer[1]) - layers), []).append(name)
-    return names_by_layer
+            found.setdefault(str(int(layer[1]) - layers), []).append(name)
+    return found
 
 
 def unplaced(directory: Path) -> str:
@@ -108,11 +108,11 @@ def _tensors(directory: Path) -> dict[str, str]:
 
 def _read(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Reads some tensors of a directory of safetensors files."""
-    places, tensors_by_name = _tensors(directory), {}
+    places, found = _tensors(directory), {}
     for name in names:
         with safe_open(directory / places[name], framework="pt") as tensors:
-            tensors_by_name[name] = tensors.get_tensor(name)
-    return tensors_by_name
+            found[name] = tensors.get_tensor(name)
+    return found
 
 
 class Beside:
@@ -175,12 +175,12 @@ class StackedLayer(nn.Module):
         known = self.entry["enorm"](self.embed_tokens(input_ids)), self.entry["hnorm"](states)
         joined = self.entry["eh_proj"](torch.cat(known, dim=-1))
         options = {"position_ids": positions, "cache": cache, "use_cache": False}
-        next_states: Tensor = self.layers[number](inputs_embeds=joined, **options).last_hidden_state
-        return next_states
+        found: Tensor = self.layers[number](inputs_embeds=joined, **options).last_hidden_state
+        return found
 
     def _project_to_logits(self, states: Tensor) -> Tensor:
-        logits: Tensor = self.shared_head(states)
-        return logits
+        found: Tensor = self.shared_head(states)
+        return found
 
 
 class MtpHeads(nn.Module):
@@ -217,20 +217,18 @@ class MtpHeads(nn.Module):
             positions: [rows, q].
             number: the number of the layer.
         """
-        next_states: Tensor = self.layer.forward_layer(
-            number, states, positions, cache, input_ids=tokens
-        )
-        return next_states
+        found: Tensor = self.layer.forward_layer(number, states, positions, cache, input_ids=tokens)
+        return found
 
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attention, number: int = 0
     ) -> Tensor:
         """Computes the states of a layer over whole texts, while a copy of the layers learns."""
         with _attending_by(attend, self.layer.config):
-            next_states: Tensor = self.layer.forward_layer(
+            found: Tensor = self.layer.forward_layer(
                 number, states, 1 + positions, None, input_ids=tokens
             )
-        return next_states
+        return found
 
     def drafted(self, states: Tensor) -> Tensor:
         """Computes the logits of `logits`: the layer drafts all ids of the target."""
@@ -239,8 +237,8 @@ class MtpHeads(nn.Module):
 
     def logits(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of the layer's states [..., width]."""
-        logits_of_states: Tensor = self.layer._project_to_logits(states)
-        return logits_of_states
+        found: Tensor = self.layer._project_to_logits(states)
+        return found
 
 
 def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:

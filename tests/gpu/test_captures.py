@@ -49,7 +49,7 @@ from shoal.models.compiled.captures import CAPTURED, MOST_KINDS, PATIENCE, Captu
 from shoal.models.executor import MODULES
 from shoal.models.load_report import described
 from shoal.sampling.distributions import probabilities, pure_probabilities
-from shoal.testing import save_pair
+from shoal.testing import save_pair, tiny_model
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Prefix, Request, Row
 from shoal.types.trees import Positions
@@ -73,6 +73,17 @@ def test_room_for_padding_and_the_scratch_slot() -> None:
     assert reservation(8, 0, by_kernel=True) == (9, 0)
     assert [reservation(8, tokens, by_kernel=True)[1] for tokens in (1, 256, 257, 2100)] == [256, 256, 512, 2304]
     assert reservation(8, 2100, by_kernel=False) == (9, 3072)
+
+
+def test_the_scratch_slot_is_counted_before_rows_are_admitted() -> None:
+    """The bytes by which rows are admitted are those that are then reserved, with the slot for padding and the steps of sizes."""
+    made = loading.wrap(tiny_model("llama"), "tiny", checked=False)
+    made.capture_rounds("eager")
+    for rows, tokens in ((1, 40), (5, 100), (8, 130)):
+        need, (slots, capacity) = made.memory.cache_bytes(rows, tokens), reservation(rows, tokens, by_kernel=False)
+        made.memory.reserve(rows, tokens)
+        assert made.memory.allocated_bytes == need == slots * capacity * made.memory.token_bytes
+        assert rows < slots <= 1 + 1.5 * rows
 
 
 def test_a_block_holds_a_plan_and_its_padding_stands_aside() -> None:

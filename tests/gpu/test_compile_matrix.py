@@ -27,7 +27,7 @@ FRAMES = {120: 72}
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model's layers: the width, heads and their size; normed: heads are normalised."""
+    """Of a model's layers: the width, heads and their size; normed: heads are normalised; sinks: heads have one."""
 
     width: int
     heads: int
@@ -35,6 +35,7 @@ class Shape:
     dim: int
     normed: bool = False
     softcap: float | None = None
+    sinks: bool = False
 
 
 MODELS = {
@@ -53,6 +54,11 @@ MODELS = {
     "Gemma 3 27B": Shape(5376, 32, 16, 128, normed=True),
     "Phi-3 mini": Shape(3072, 32, 32, 96),
     "Falcon 7B": Shape(4544, 71, 1, 64),
+    "Qwen2.5 3B": Shape(2048, 16, 2, 128),
+    "Llama 3.2 3B": Shape(3072, 24, 8, 128),
+    "GLM-4 9B": Shape(4096, 32, 2, 128),
+    "MoE: Qwen3 30B-A3B": Shape(2048, 32, 4, 128, normed=True),
+    "MoE: gpt-oss 20B": Shape(2880, 64, 8, 64, sinks=True),
 }
 LAYERS = [name for name in MODELS if name.startswith(("Llama", "Mistral", "Qwen"))]
 """The models whose layers are ours."""
@@ -65,8 +71,8 @@ def attending() -> dict[str, tuple[Variant, bool]]:
     found: dict[tuple[object, ...], tuple[str, tuple[Variant, bool]]] = {}
     for name, shape in MODELS.items():
         for q in COLUMNS:
-            one = Variant(q, shape.dim, softcap=shape.softcap, heads=shape.heads, kv_heads=shape.kv_heads)
-            kind = one.dim, one.softcap, one.cut.queries, one.cut.keys, one.cut.splits > 1
+            one = Variant(q, shape.dim, softcap=shape.softcap, sinks=shape.sinks, heads=shape.heads, kv_heads=shape.kv_heads)
+            kind = one.dim, one.softcap, one.sinks, one.cut.queries, one.cut.keys, one.cut.splits > 1
             new = all(kind != other[:-1] for other in found)
             found.setdefault((*kind, one.heads // one.kv_heads), (f"{name}, {q} columns", (one, new)))
     return dict(found.values())

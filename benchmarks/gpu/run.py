@@ -139,7 +139,10 @@ def stages(device: str) -> list[Stage]:
             _script("rounds", device, "--shape", on["shape"], *(() if gpu else SHORT)), quick=True,
         ),
         Stage("attention", "attention of one layer at real shapes", 60, _script("attention", at), variables=variables),
-        Stage("products", "products and small kernels at real shapes", 75, _script("products", at), variables=variables),
+        Stage(
+            "products", "products and small kernels at real shapes", 75,
+            _script("products", at, *(() if gpu else ("--repeats", "1"))), variables=variables,
+        ),
         Stage("passes", "passes against the floor", 60, _script("passes", at, "--shape", on["shape"], *contexts)),
         *(
             Stage(f"bench-{batch}", f"speculative against plain decoding, batch {batch}", limit, _bench(batch, on, tokens, repeats))

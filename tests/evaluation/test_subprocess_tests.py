@@ -157,6 +157,16 @@ HONEST = {
         "    raise type('Mine', (ValueError,), {})('why')",
         "try: candidate('x')\n    except ValueError as e: assert str(e) == 'why'",
     ),
+    "arguments of an exception": (
+        "    if a: raise KeyError(a, {1})\n    raise type('Mine', (OSError,), {'__str__': lambda self: 'why'})(2, 'x')",
+        "try: candidate('x')\n    except KeyError as e: assert e.args == ('x', {1})\n"
+        "    try: candidate(0)\n    except OSError as e: assert str(e) == 'why'",
+    ),
+    "an exception of several arguments": (
+        "    a.decode('ascii')",
+        "try: candidate(b'a\\xff')\n    except UnicodeDecodeError as e: assert (e.start, e.object) == (1, b'a\\xff')\n"
+        "    else: assert False",
+    ),
     "floats": ("    return a / 3", "assert candidate(1) == 1 / 3; assert abs(candidate(2.5) - 0.8333) < 1e-3"),
     "large numbers": ("    return a ** 50", "assert candidate(10**200) == 10 ** 10000"),
     "types": ("    return tuple(a), set(a)", "r = candidate([1, 2]); assert isinstance(r, tuple) and type(r[1]) is set"),

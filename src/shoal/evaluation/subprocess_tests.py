@@ -99,6 +99,7 @@ def serve(descriptor: int) -> None:
             answer = {"value": encode(function(*arguments, **named), module.__name__)}
         except Exception as error:
             answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
+            answer["arguments"] = _encode_or_none(error.args, module.__name__)
             answer["trace"] = "".join(
                 traceback.format_exception(type(error), error, error.__traceback__)
             )
@@ -299,15 +300,22 @@ def _names(prompt: str) -> dict[str, Any]:
 
 
 def _exception(answer: dict[str, Any]) -> Exception:
-    """Returns the builtin exception of that name, or the nearest builtin base class."""
+    """Returns the builtin exception of that name, or the nearest builtin base class.
+
+    It has the arguments of the exception that was raised, if they make the same text.
+    """
+    text, sent = answer["text"], answer["arguments"]
     for name in answer["raised"]:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
-            try:
-                return kind(answer["text"])
-            except TypeError:  # UnicodeDecodeError takes more
-                continue
-    return Exception(answer["text"])
+            for arguments in ((text,) if sent is None else decode(sent), (text,)):
+                try:
+                    made = kind(*arguments)
+                except TypeError:  # UnicodeDecodeError takes more than a text
+                    continue
+                if str(made) == text or arguments == (text,):
+                    return made
+    return Exception(text)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,8 @@ class Own(transformers.LlamaForCausalLM):
     """A model of the user's."""
 
 
-def adapted(hf: Any) -> None:
-    hf.model.layers[1].mlp.up_proj.__class__ = Adapted
+def adapted(hf: Any, name: str) -> None:
+    hf.model.layers[1].get_submodule(name).__class__ = Adapted
 
 
 def overridden(hf: Any) -> None:
@@ -201,7 +202,10 @@ CHANGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "hook": (lambda hf: hf.model.layers[1].mlp.register_forward_hook(lambda *_: None), "has hooks"),
     "hook before": (lambda hf: hf.model.norm.register_forward_pre_hook(lambda *_: None), "has hooks"),
     "forward": (overridden, "a forward of its own"),
-    "adapter": (adapted, "a linear layer is a Adapted"),
+    **{
+        f"adapter of {name}": (partial(adapted, name=name), "a linear layer is a Adapted")
+        for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    },
     "embedding": (embedded, "its embedding is a Embedding"),
     "class": (lambda hf: setattr(hf, "__class__", Own), "Own is none of"),
     "unlike dtypes": (lambda hf: hf.model.norm.to(torch.bfloat16), "several number formats"),

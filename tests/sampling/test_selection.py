@@ -52,6 +52,12 @@ def test_what_is_needed_is_what_sorting_finds(seed: int, vocab: int, grid: float
         assert agrees(seed, vocab, grid, mass)
 
 
+def test_a_mass_that_is_just_held_needs_no_more() -> None:
+    keys, weights = torch.tensor([[4.0, 3.0, 3.0, 3.0]]), torch.full((1, 4), 0.25)
+    limit, taken = last_needed(keys, weights, 0.5, torch.zeros(1, 1))
+    assert (limit.item(), taken.item()) == (3.0, 1)
+
+
 @pytest.mark.parametrize("mass", [1e-9, 1 - 1e-9])
 def test_masses_near_the_ends(mass: float) -> None:
     assert agrees(1, 5000, 0.0, mass)

@@ -195,6 +195,18 @@ PUBLISHED: dict[str, tuple[str, str, bool, tuple[int, ...], dict[str, Any]]] = {
         "model.safetensors", "midlayer.", True, (2, 4, 5),
         {**LLAMA, "architectures": ["Eagle3LlamaForCausalLM"], "head_dim": 8, "draft_vocab_size": DRAFTS},
     ),
+    "AngelSlim for images": (  # rotary sections are one where positions are those of text
+        "model.safetensors", "midlayer.", True, (2, 4, 5),
+        {**LLAMA, "architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": DRAFTS, "tie_word_embeddings": True,
+         "modal_type": "VLM", "rope_scaling": {"type": "default", "rope_type": "default", "mrope_interleaved": True,
+                                               "mrope_section": [2, 1, 1]}},
+    ),
+    "ModelOpt": (
+        "model.safetensors", "midlayer.", True, (2, 4, 5),
+        {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTS, "rope_scaling": None,
+         "eagle_config": {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+                          "use_mtp_layernorm": False, "parallel_draft_step": 1, "eagle_aux_hidden_state_layer_ids": []}},
+    ),
     "speculators": (
         "model.safetensors", "layers.0.", True, (1, 4, 7),
         {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": DRAFTS,
@@ -326,6 +338,18 @@ def test_load_takes_the_heads(place: Path, tmp_path: Path) -> None:
         ({}, {"d2t": torch.full((DRAFTS,), V)}, PairMismatch, "d2t does not map its tokens to as many of the target's 260"),
         ({"speculators_model_type": "dspark"}, {}, UnsupportedModel, "heads of speculators_model_type 'dspark': 'eagle3' and"),
         ({"norm_output": True}, {}, UnsupportedModel, "config.json has norm_output: EAGLE-3 without it is supported"),
+        ({"fc_norm": True}, {}, UnsupportedModel, "config.json has fc_norm: EAGLE-3 without it is supported"),  # EAGLE-3.1
+        ({"speculators_model_type": "peagle"}, {}, UnsupportedModel, "heads of speculators_model_type 'peagle': 'eagle3' and"),
+        ({"architectures": ["PEagleDraftModel"]}, {"mask_hidden": torch.zeros(3 * WIDTH)}, UnsupportedModel, "example mask_h"),
+        ({}, {"midlayer.mlp.experts.0.up_proj.weight": torch.zeros(8)}, UnsupportedModel, r"for example midlayer.mlp.experts.0"),
+        ({"partial_rotary_factor": 0.5}, {}, UnsupportedModel, "has partial_rotary_factor: 0.5; EAGLE-3 with 1.0 is"),
+        *(
+            ({"eagle_config": {name: value}}, {}, UnsupportedModel, f"config.json has {name}: {value}; EAGLE-3 with")
+            for name, value in {
+                "use_aux_hidden_state": False, "use_input_layernorm_in_first_layer": False, "use_last_layernorm": False,
+                "use_mtp_layernorm": True, "parallel_draft_step": 4,
+            }.items()
+        ),
         ({"num_attention_heads": "four"}, {}, RequestError, "is no config of EAGLE-3 heads"),
     ],
 )  # fmt: skip

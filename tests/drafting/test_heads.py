@@ -118,17 +118,20 @@ def test_every_way_in(
 
 
 def test_published_heads_are_read(tmp_path: Path) -> None:
-    """Those of FasterDecoding, by their config: head 1 of two, by its definition."""
+    """Those of FasterDecoding: five beside a config that says two; each by its definition."""
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "x"}')
     shapes = {"0.linear.weight": (32, 32), "0.linear.bias": (32,), "1.weight": (260, 32)}
-    tensors = {f"{head}.{name}": torch.randn(shape) for head in range(2) for name, shape in shapes.items()}
+    tensors = {f"{head}.{name}": torch.randn(shape) for head in range(5) for name, shape in shapes.items()}
     torch.save(tensors, tmp_path / "medusa_lm_head.pt")
     target = wrap(tiny_model("llama").float(), "tiny", checked=False)
     made = read_draft(str(tmp_path)).drafter(target)  # type: ignore[union-attr]
     assert isinstance(made, MedusaDrafter)
     x = torch.randn(3, 32)
-    block = x + torch.nn.functional.silu(x @ tensors["1.0.linear.weight"].T + tensors["1.0.linear.bias"])
-    assert torch.allclose(made._heads(x)[1], block @ tensors["1.1.weight"].T, atol=1e-4)
+    logits = made._heads(x)
+    assert len(logits) == 5
+    for head, seen in enumerate(logits):
+        block = x + torch.nn.functional.silu(x @ tensors[f"{head}.0.linear.weight"].T + tensors[f"{head}.0.linear.bias"])
+        assert torch.allclose(seen, block @ tensors[f"{head}.1.weight"].T, atol=1e-4)
 
 
 def broken(directory: Path, change: str) -> Path:

@@ -36,6 +36,7 @@ from shoal.drafting.tree_model import TreeDrafter
 from shoal.errors import PairMismatch, RequestError, UnsupportedModel
 from shoal.models.cache import Plan
 from shoal.models.eagle3_layer import (
+    FORM,
     Eagle3Heads,
     Eagle3Model,
     flattened,
@@ -166,6 +167,13 @@ def _require_eagle3(directory: Path, config: dict[str, Any]) -> None:
         raise UnsupportedModel(
             f"{directory}/config.json has {variant}: EAGLE-3 without it is supported"
         )
+    entries = {**config, **(config.get("eagle_config") or {})}
+    for name, value in FORM.items():
+        if entries.get(name) not in (None, value):
+            raise UnsupportedModel(
+                f"{directory}/config.json has {name}: {entries[name]}; EAGLE-3 with {value} is "
+                f"supported"
+            )
 
 
 def target_ids(directory: Path, tensors: dict[str, Tensor], drafts: int, vocab_size: int) -> Tensor:

@@ -118,6 +118,9 @@ def _passes(heads: MedusaHeads, tokens: Tensor, states: Tensor) -> Passes:
 def load_medusa(directory: Path, target: Runner) -> MedusaHeads:
     """Returns the heads in a directory, in the target's number format.
 
+    They are as many as the file has: the published Medusa-1 files have five beside a config.json
+    that says two.
+
     Raises:
         RequestError: there are no heads.
         ModelError: files are damaged or tensors are missing.
@@ -130,6 +133,8 @@ def load_medusa(directory: Path, target: Runner) -> MedusaHeads:
         name.removeprefix("medusa_head.").removeprefix("heads."): tensor
         for name, tensor in tensors.items()
     }
+    stored = {name.partition(".")[0] for name in tensors if name.partition(".")[0].isdecimal()}
+    heads = max(heads, len(stored))
     _, width = layers_and_width(target)
     own = tensors.get(f"0.{layers}.weight")
     if (first := tensors.get("0.0.linear.weight")) is not None:

@@ -282,6 +282,20 @@ CONFIG_NAMES = (
 """The entries of a published config.json that Transformers' layers of all heads read."""
 
 
+FORM = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+    "partial_rotary_factor": 1.0,
+}
+"""The entries of config.json or its `eagle_config` that have these values in EAGLE-3.
+
+ModelOpt writes most of them; others are other heads.
+"""
+
+
 def config_of(kind: Callable[..., Any], values: dict[str, Any], *names: str) -> Any:
     """Makes the config of layers from the entries of a published config.json.
 

@@ -144,10 +144,13 @@ class RecyclingDrafter(TextDrafter):
     def _key(self, row: Row) -> int:
         return {"row": id(row), "group": id(row.request)}.get(self._scope, 0)
 
+    def _new(self) -> Table:
+        return Successors(self._k)
+
     def _of(self, row: Row) -> Table:
         key = self._key(row)
         if key not in self._tables:
-            self._tables[key] = Successors(self._k)
+            self._tables[key] = self._new()
             if self._scope == "group":
                 self._groups.setdefault(key, (row.request, 0))
         return self._tables[key]

@@ -97,7 +97,7 @@ PUBLISHED = (
     Published("gpt2", 50257, "openai-community/gpt2", above=768),
     Published("opt", 50272, "facebook/opt-125m", above=768),
 )
-"""The well-known ones, by Hub id, as their publishers' pages name them.
+"""The well-known ones, by Hub id.
 
 What is loaded decides: one that does not fit is refused.
 """

@@ -547,6 +547,8 @@ def test_arrays_of_a_few_values_are_unique(fields: dict[str, Any], values: list[
         for items in itertools.product([*values, "z"], repeat=size):
             right = least <= size <= most and "z" not in items and len({json.dumps(one) for one in items}) == size
             assert takes(grammar, json.dumps(items)) == right, items
+    refused = [one for one in fields["items"].get("enum", ()) if one not in values]
+    assert not any(takes(grammar, json.dumps([one])) for one in refused)
     whole = values[:most]
     assert all(takes(grammar, json.dumps(items)) for items in itertools.permutations(whole))
     assert not values or not takes(grammar, json.dumps([*whole, whole[0]]))

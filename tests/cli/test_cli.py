@@ -43,7 +43,7 @@ from shoal.cli.files import read_text, write_whole
 from shoal.cli.option_groups import MODELS, OUTPUT, option_groups
 from shoal.cli.options import ModelSource
 from shoal.cli.printed_samples import follow, show_output
-from shoal.cli.prompt_lines import PromptLine, merged
+from shoal.cli.prompt_lines import PromptLine, merged, with_ends
 from shoal.cli.views import Board
 from shoal.models.attention.methods import METHODS
 from shoal.types.samples import Increment, Output, Sample
@@ -216,6 +216,11 @@ def test_generate_writes_a_file_instead_of_stdout(shoal: Command, tiny: Models, 
 def test_a_prompt_has_as_many_samples_as_its_line_says() -> None:
     lines = [PromptLine("a", 1), PromptLine("b"), PromptLine("c", 5)]
     assert merged(lines, 3, {})["n"] == [1, 3, 5]
+
+
+def test_stop_strings_of_a_template_stand_beside_those_given() -> None:
+    assert with_ends({"stop": "x"}, ["end"]) == {"stop": ["x", "end"]}
+    assert with_ends({"eos": ()}, ["end"]) == {"eos": ()}  # nothing is to end samples
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from shoal.types.requests import Request
 def test_two_tokens_of_context_and_one_where_they_are_new() -> None:
     read = row(1, 2, 3, 9, 2, 4, 1, 2, prompt=8)
     assert proposed(TrigramDrafter("row", nodes=0), read, length=1) == [[3]]
+    often = row(1, 2, 3, 9, 2, 4, 9, 2, 4, 1, 2, prompt=11)  # 2 was followed by 4 twice, but not behind 1
+    assert proposed(TrigramDrafter("row", nodes=0), often, length=1) == [[3]]
     read.tokens += [3, 7, 2]  # 7 2 is new, and 2 was followed by 3 twice and by 4 once
     drafter = TrigramDrafter("row", nodes=0)
     assert proposed(drafter, read, length=1) == [[3]]

@@ -351,6 +351,23 @@ def test_no_slot_holds_a_refused_prompt_that_was_to_move() -> None:
     assert not {2, 3} & {*scheduler.slots.groups}
 
 
+def test_no_slot_holds_a_prompt_whose_copy_was_refused() -> None:
+    """The pass beside it failed: a later row of the same prompt copies from the row that has it, never from the refused one's slot."""
+    scheduler, (first, second, third) = Scheduler(2), group(0, 3)
+    scheduler.add([first])
+    scheduler.next_round()
+    scheduler.add([second])
+    round_ = scheduler.next_round()
+    slot = second.slot
+    assert [admission.row for admission in round_.admissions] == [second]
+    assert scheduler.refuse(round_) == [second]
+    assert scheduler.slots.groups[first.slot] == 0
+    assert slot != first.slot
+    assert scheduler.slots.groups[slot] != 0
+    scheduler.add([third])
+    assert [admission.source for admission in scheduler.next_round().admissions] == [first.slot]
+
+
 def test_cancelling_waiting_and_running_rows() -> None:
     scheduler = Scheduler(2)
     rows = group(0, 4)

@@ -81,15 +81,6 @@ def test_time_that_is_over_ends_a_run_and_the_next_goes_on(
     assert not commands(tmp_path)  # all are there
 
 
-def test_prompts_end_without_the_line_break_behind_them(tmp_path: Path, asked: list[str]) -> None:
-    (tmp_path / "go").touch()
-    assert quality_real.main(asked) == 0
-    for name, call in (("set", commands(tmp_path)[0]), ("packed", "")):
-        file = tmp_path / "out" / "sets" / f"{name}.jsonl"
-        assert json.loads(file.read_text()) == RECORD | {"prompt": RECORD["prompt"].rstrip()}
-        assert not call or f"eval humaneval --data {file} " in call
-
-
 def test_the_plan_names_runs_and_times_and_does_nothing(
     tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,7 +147,7 @@ class Written:
 @pytest.mark.parametrize("times", [True, False])
 def test_samples_of_another_engine_are_judged_as_those_of_shoal(tmp_path: Path, bundled: Shoal, times: bool) -> None:
     tests = "def check(candidate):\n    assert candidate() == 1\n"
-    records = [RECORD | {"task_id": f"T/{i}", "test": tests, "prompt": RECORD["prompt"].rstrip()} for i in range(2)]
+    records = [RECORD | {"task_id": f"T/{i}", "test": tests} for i in range(2)]
     (tmp_path / "set.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     options = ["humaneval", "--data", str(tmp_path / "set.jsonl"), "--model", "/some/where/small", "--engine", "llamacpp"]
     options += ["-n", "3", "--time-budget", "0.3,inf", "--seed", "7", "--output", str(tmp_path / "out-3-llamacpp")]

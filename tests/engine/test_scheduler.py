@@ -352,7 +352,7 @@ def test_no_slot_holds_a_refused_prompt_that_was_to_move() -> None:
 
 
 def test_no_slot_holds_a_prompt_whose_copy_was_refused() -> None:
-    """The pass beside it failed: a later row of the same prompt copies from the row that has it, never from the refused one's slot."""
+    """The pass beside it failed: a later row of the prompt copies from the row that has it, not from the refused row's slot."""
     scheduler, (first, second, third) = Scheduler(2), group(0, 3)
     scheduler.add([first])
     scheduler.next_round()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from shoal.constraints.fim import SUFFIX_FIRST, TOKENS, fill_in_middle
 from shoal.errors import RequestError
 from shoal.evaluation.endings import ending
 from shoal.evaluation.languages import LANGUAGES
-from shoal.evaluation.tasks import chat_ids, code_tasks, function_problems, infilling_tasks
+from shoal.evaluation.tasks import chat_ids, code_tasks, function_problems, infilling_tasks, open_ended
 from shoal.testing import tiny_tokenizer
 
 PYTHON = 'def f(x):\n    """Says {."""\n'
@@ -138,6 +139,22 @@ def test_a_chat_begins_the_answer_with_the_prompt() -> None:
     assert text.endswith(f"[answer]```python\n{problem.prompt}")
     assert "\n```" in task.stops
     assert tokenizer.decode(chat_ids(tokenizer, "Why?")) == "[user]Why?[answer]"
+
+
+class Joining:
+    """Writes a line break and the blanks behind it as one token, as many tokenizers do."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [hash(part) for part in re.findall(r"\n *|[^\n]", text)]
+
+
+def test_a_prompt_leaves_its_last_line_break_to_a_model_whose_tokenizer_joins_it_with_an_indent() -> None:
+    for blanks in ("\n", "\n    ", "\n\n"):
+        assert open_ended(Joining(), f"def f():{blanks}") == "def f():"
+    assert open_ended(Joining(), "def f():") == "def f():"
+    assert open_ended(tiny_tokenizer(), "def f():\n") == "def f():\n"
+    assert open_ended(tiny_tokenizer(), "") == ""
 
 
 def test_the_generated_problems_are_held_out_distinct_and_a_beginning_of_more() -> None:

@@ -30,6 +30,8 @@ SUMMARY = "{document}\n\nTL;DR:"
 SPLITS: tuple[Draw, ...] = ("templates", "constants")
 FUNCTIONS = 200
 """The default number of the held-out problems."""
+INDENTED = "    x"
+"""The beginning of a line that a tokenizer may join with the line break before it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _code_task(problem: Problem, chat: bool) -> Task:
             problem.task_id,
             problem.prompt,
             stops=problem.stops,
-            read=lambda _: problem.prompt,
+            read=partial(open_ended, text=problem.prompt),
             complete=lambda text, _: before_stop(text, problem.stops),
         )
     end = ending(problem.language)
@@ -86,9 +88,24 @@ def _code_task(problem: Problem, chat: bool) -> Task:
         problem.task_id,
         problem.prompt,
         stops=end.stops,
-        read=lambda _: problem.prompt,
+        read=partial(open_ended, text=problem.prompt),
         complete=lambda text, stopped: end.cut(problem.prompt, text, stopped),
     )
+
+
+def open_ended(tokenizer: Any, text: str) -> str:
+    """Returns a text up to its last token that the next line leaves as it is.
+
+    Many tokenizers write a line break and the indent behind it as one token. A line break alone
+    tells their models that no indented line follows, so it is left to the model, as other harnesses
+    do. The graded program may have an empty line there.
+    """
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    alone = ids(text)
+    return text if ids(text + INDENTED)[: len(alone)] == alone else text.rstrip()
 
 
 def infilling_tasks(problems: Sequence[Problem]) -> list[Task]:
@@ -129,7 +146,7 @@ def chat_ids(tokenizer: Any, question: str, answer: str = "") -> list[int]:
     text = tokenizer.apply_chat_template(
         messages, chat_template=template, add_generation_prompt=True, tokenize=False
     )
-    text += answer
+    text = open_ended(tokenizer, text + answer) if answer else text
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 

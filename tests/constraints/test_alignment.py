@@ -28,7 +28,7 @@ from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.shapes import RsdS, Shape
 from shoal.drafting.tree_model import TreeDrafter
-from shoal.engine import commit
+from shoal.engine import logprobs
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
@@ -210,7 +210,7 @@ def test_healing_shared_by_rows_is_caught() -> None:
 
 
 def test_dropped_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_weights", lambda *_: ([], []))
+    monkeypatch.setattr(logprobs, "_weights", lambda *_: ([], []))
     assert wrong_weights(counted(n=50)[1]) == 50
 
 

@@ -271,9 +271,9 @@ def late(right: Callable[..., list[float]]) -> Callable[..., list[float]]:
 
 @pytest.mark.parametrize("sabotage", [undivided, late])
 def test_wrong_weights_show(sabotage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.engine import commit
+    from shoal.engine import logprobs
 
-    monkeypatch.setattr(commit, "log_weights", sabotage(commit.log_weights))
+    monkeypatch.setattr(logprobs, "log_weights", sabotage(logprobs.log_weights))
     assert sum(gap > 1e-3 for gap in gaps()) > 20
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 SHARE = 0.005
 """The share of the time of all rounds that drafting may lose in the long run."""
-FIRST = 2.0
+FIRST = 4.0
 """The first credit, in plain rounds, before there is any time to take a share of.
 
 It is given once for a pair, not for each run.

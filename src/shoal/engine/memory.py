@@ -256,9 +256,12 @@ class Memory:
             for model, size in zip(self.models, sizes, strict=True):
                 model.trim(*size)
         for model, size in zip(self.models, sizes, strict=True):
-            larger, (slots, _, cells) = model.grown_bytes(*size), size
-            if larger > max(model.allocated_bytes, MOST_UNUSED * model.cache_bytes(*size)):
-                # Many slots of earlier rows times one long row. The prompts of free slots stay.
+            slots, _, cells = size
+            held = model.allocated_bytes
+            # Many slots of earlier rows times one long row. The prompts of free slots stay.
+            if held and model.grown_bytes(*size) > max(
+                held, MOST_UNUSED * model.cache_bytes(*size)
+            ):
                 model.trim(slots, self._context + self._spare, cells)
             model.reserve(*size)
 

@@ -160,7 +160,8 @@ def test_four_tokens_have_the_joint_law(name: str, monkeypatch: pytest.MonkeyPat
     assert name == "prompt tokens, auto" or 0 < stats.accepted < stats.drafted
     assert (stats.draft_passes > 0) == name.startswith(MODELS)
     if name.startswith(("sums", "choices")):
-        assert all(counts.accepted > 100 for counts in stats.by_drafter.values())
+        # with auto the machine's speed decides between the two
+        assert name.endswith("auto") or all(counts.accepted > 100 for counts in stats.by_drafter.values())
         assert set(stats.by_drafter) == {"suffix", "model"}
 
 

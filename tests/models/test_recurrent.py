@@ -479,8 +479,8 @@ def test_a_pass_calls_a_mixer_once_for_rows_of_equal_counts(monkeypatch: pytest.
         counts.append((len(group.slots), group.count))
         return THROUGH(self, group, *rest)
 
+    made = engine("lfm2", None, max_batch=4)  # before passes are counted: a first load makes some
     monkeypatch.setattr(StateCache, "through", through)
-    made = engine("lfm2", None, max_batch=4)
     run(made, PROMPTS[1:2], n=4)
     assert counts == [(1, 12)] + [(4, 1)] * NEW
     counts.clear()

@@ -308,6 +308,9 @@ class DraftMemory(KeyValueMemory):
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
         self._own.reserve(*self._size(slots, capacity, cells))
 
+    def wastes(self, slots: int, capacity: int, cells: int = 0) -> bool:
+        return self._own.wastes(*self._size(slots, capacity, cells))
+
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Trims the cache; rows in slots that are removed, and prompts of no row, are forgotten."""
         self.slots.forget_from(slots)

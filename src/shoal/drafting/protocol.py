@@ -176,6 +176,10 @@ class KeyValueMemory(Protocol):
         """Gives memory beyond these slots back."""
         ...
 
+    def wastes(self, slots: int, capacity: int, cells: int = 0) -> bool:
+        """Returns True if room for that size would mostly be slots that no row needs."""
+        return False
+
 
 class Drafter(Protocol):
     """An object that proposes tokens, and is told which were accepted.

@@ -298,6 +298,9 @@ class _PartMemory(DraftMemory):
     def _size(self, slots: int, capacity: int, cells: int) -> tuple[int, int, int]:
         return slots, self._part if capacity else 0, 0
 
+    def wastes(self, slots: int, capacity: int, cells: int = 0) -> bool:
+        return self._own.wastes(*self._size(slots, capacity, cells))
+
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
         """Trims the cache to the part, which is all that is kept between rounds."""
         self._own.trim(*self._size(slots, capacity, cells))

@@ -212,3 +212,6 @@ class Together(KeyValueMemory):
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
         for one in self._all:
             one.trim(slots, capacity, cells)
+
+    def wastes(self, slots: int, capacity: int, cells: int = 0) -> bool:
+        return any(one.wastes(slots, capacity, cells) for one in self._all)

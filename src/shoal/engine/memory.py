@@ -31,8 +31,6 @@ Draft lengths that follow measured costs are short then.
 """
 BYTES_PER_SCORE = 16
 """The bytes of a logit, its probability and the values computed between them."""
-MOST_UNUSED = 2
-"""The most bytes of a cache that grows, in those that its rows need."""
 CacheSize = tuple[int, int, int]
 """The slots, the tokens per slot, and the token slots of the prefix store."""
 
@@ -256,12 +254,8 @@ class Memory:
             for model, size in zip(self.models, sizes, strict=True):
                 model.trim(*size)
         for model, size in zip(self.models, sizes, strict=True):
-            slots, _, cells = size
-            held = model.allocated_bytes
-            # Many slots of earlier rows times one long row. The prompts of free slots stay.
-            if held and model.grown_bytes(*size) > max(
-                held, MOST_UNUSED * model.cache_bytes(*size)
-            ):
+            if model.wastes(*size):  # the prompts of free slots stay otherwise
+                slots, _, cells = size
                 model.trim(slots, self._context + self._spare, cells)
             model.reserve(*size)
 

@@ -119,6 +119,10 @@ class ModelFacts:
         return self.bridge.plain_states(tokens, ())[0]
 
 
+MOST_UNUSED = 2
+"""The most tokens of a cache that grows, in those that its rows need."""
+
+
 class CacheMemory:
     """The keys and values in the cache of a runner, and its recurrent states if there are any.
 
@@ -234,6 +238,16 @@ class CacheMemory:
         ):
             self._runner.captures.forget(self._runner.cache)
         self._runner.cache.trim(slots, capacity, cells)
+
+    def wastes(self, slots: int, capacity: int, cells: int = 0) -> bool:
+        """Returns True if the cache would grow to more than `MOST_UNUSED` times that size.
+
+        Slots of many earlier rows would then be as long as one long row.
+        """
+        cache, (_, tokens) = self._runner.cache, self._room(slots, capacity)
+        held = cache.slots * cache.capacity + cache.cells
+        larger = cache.slots * max(tokens, cache.capacity) + cache.cells
+        return larger > max(held, MOST_UNUSED * (slots * tokens + cells))
 
     def _room(self, slots: int, capacity: int) -> tuple[int, int]:
         """Returns the slots and the tokens per slot of a cache with room for that size.

@@ -16,7 +16,7 @@ import pytest
 import shoal
 from shoal.config import LOSSY_RULES
 from shoal.errors import RequestError
-from shoal.evaluation import journal
+from shoal.evaluation import figure, journal
 from shoal.evaluation.cuts import cuts, places
 from shoal.evaluation.endings import ending
 from shoal.evaluation.execution import ExecutionResult
@@ -480,3 +480,10 @@ def test_documents_and_their_tasks(tmp_path: Path) -> None:
     path.write_text('{"document": "d", "summary": "s", "id": 1}\n{"document": "d", "summary": "s", "id": "1"}\n')
     with pytest.raises(RequestError, match="line 2: the id '1' was used before"):
         read_documents(path)
+
+
+def test_the_scale_follows_what_passes_where_that_is_little() -> None:
+    """A weak model's curves would lie on the axis, under the legend."""
+    bands = {metric: {"high": [0.02, 0.12]} for metric in ("first", "all")}
+    assert figure._top({"curves": {"plain": bands}}) == pytest.approx(0.15)
+    assert figure._top({"curves": {"plain": bands, "batched": bands | {"all": {"high": [0.6]}}}}) == 1.0

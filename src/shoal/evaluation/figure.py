@@ -125,11 +125,19 @@ def _curves(axes: Any, summary: Mapping[str, Any], metric: str) -> None:
             )
     if budgets:
         _log_scale(axes)
-    axes.set_ylim(0, 1 if summary["scores"][0] == "passed" else None)
+    axes.set_ylim(0, _top(summary) if summary["scores"][0] == "passed" else None)
     axes.set(xlabel="time budget, seconds", ylabel=metric_name(summary["scores"][0], metric))
     axes.tick_params(labelleft=True)
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _top(summary: Mapping[str, Any]) -> float:
+    """Returns the top of a scale of shares: 1, or less where all bands lie in the lower half."""
+    curves = [summary["curves"][method] for method in COLOURS if method in summary["curves"]]
+    bands = [own[metric]["high"] for own in curves for metric in ("first", "all")]
+    highest = max((value for band in bands for value in band), default=1.0)
+    return 1.0 if highest > 0.5 or not highest else 1.25 * highest
 
 
 def _log_scale(axes: Any) -> None:

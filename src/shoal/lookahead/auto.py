@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 FIRST_ROUNDS = (False, True, True, False, True, True)
 """The kinds of the very first rounds, before any cost is known: True for a trial.
 
-First passes are slow, so plain rounds come twice and trials four times: the median of four
-observations bears two that were disturbed. A trial after another finds the drafter's code and
-weights in the caches, as rounds of a plan do. The first round is plain, so that no token waits for
-an unknown drafter.
+First passes are slow, so plain rounds come twice and trials four times: the median of four target
+passes, and the fastest of four proposals, are good though two were disturbed. The second trial of
+two finds the drafter's code and weights in the caches, as rounds of a plan do. The first round is
+plain, so that no token waits for an unknown drafter.
 """
 MIN_ACCEPTANCE = 0.1
 """The acceptance rate below which an engine is made without the drafter, until a trial is due."""

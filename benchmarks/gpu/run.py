@@ -36,7 +36,7 @@ TESTS = ("pytest", "hypothesis")
 SECONDS, QUICK_SECONDS = 1370.0, 540.0
 """The most for all stages; starting and writing come on top."""
 PATIENCE = 3
-"""How many times as long stages may take where a CPU does their work."""
+"""How many times as long stages may take where a CPU does their work, unless `--patience` says otherwise."""
 TRIALS = ("cpu", "pretend")
 """Devices on which a run says nothing but that its stages run."""
 SHORT = ("--rounds", "2", "--rows", "2", "--prompt-tokens", "9")
@@ -122,7 +122,7 @@ def stages(device: str) -> list[Stage]:
         str(ROOT / "tests" / "gpu" / name)
         for name in ("fused_cases.py", "layers_cases.py", "layer_models_cases.py", "steps_cases.py")
     ]
-    every = [
+    return [
         Stage("check", "the device, and whether anything can be captured", 40, _script("check", device), True, True),
         Stage(
             "kernels", "the kernels against float64", 170, _pytest(*kernels, *few, workers="8"),
@@ -150,7 +150,6 @@ def stages(device: str) -> list[Stage]:
         ),
         *_more(device),
     ]  # fmt: skip
-    return every if gpu else [replace(stage, limit=PATIENCE * stage.limit) for stage in every]
 
 
 def chosen(every: Sequence[Stage], names: str | None, quick: bool) -> list[Stage]:
@@ -221,6 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="correctness, and decoding at 8 rows")
     parser.add_argument("--device", default="cuda", help="cpu and pretend try the stages out on tiny shapes (default: cuda)")
     parser.add_argument("--stages", help="NAME,...: only these stages (default: all)")
+    parser.add_argument(
+        "--patience", type=float, help=f"stages may take this many times their limits (default: 1; {PATIENCE} off a GPU)"
+    )
     options = parser.parse_args(arguments)
     started = time.monotonic()
     missing = require_packages()
@@ -235,10 +237,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = {**machine(torch.device("cpu" if trial else options.device)), "trial": trial}
     place = place_for_results(os.environ.get("RESULTS"))
     print(f"{where['device']}, torch {where['torch']}, transformers {where['transformers']}, commit {where['commit']}")
-    selected = chosen(stages(options.device), options.stages, options.quick)
+    patience = options.patience or (PATIENCE if trial else 1)
+    every = [replace(stage, limit=patience * stage.limit) for stage in stages(options.device)]
+    selected = chosen(every, options.stages, options.quick)
     outcomes, page = [], ""
     with tempfile.TemporaryDirectory(prefix="shoal-stages-") as folder:
-        seconds = (QUICK_SECONDS if options.quick else SECONDS) * (PATIENCE if trial else 1)
+        seconds = (QUICK_SECONDS if options.quick else SECONDS) * patience
         for outcome in run(selected, Path(folder), missing, seconds=seconds):
             outcomes.append(outcome)
             for trace in Path(folder, outcome.stage.name).glob("*-trace.json.gz"):

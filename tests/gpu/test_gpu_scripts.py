@@ -298,6 +298,25 @@ def test_a_run_ends_with_a_verdict_whatever_happened(
 
 
 @pytest.mark.parametrize("script", ["run"], indirect=True)
+@pytest.mark.parametrize(("options", "times"), [([], 3), (["--patience", "7.5"], 7.5)])
+def test_a_busy_machine_gives_the_stages_more_time(
+    script: Any, options: list[str], times: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their limits and the one of all; a run of other commands than a card's would rehearse nothing."""
+    given: dict[str, float] = {}
+
+    def nothing(stages: Any, folder: Path, missing: Any, *, seconds: float) -> Iterator[Any]:
+        given.update({stage.name: stage.limit for stage in stages}, all=seconds)
+        return iter(())
+
+    monkeypatch.setattr(script, "run", nothing)
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    assert script.main(["--device", "pretend", *options]) == 0
+    limits = {stage.name: stage.limit for stage in script.stages("pretend")}
+    assert given == {name: times * limit for name, limit in {**limits, "all": script.SECONDS}.items()}
+
+
+@pytest.mark.parametrize("script", ["run"], indirect=True)
 def test_results_go_elsewhere_where_no_commit_would_be_named(
     script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,8 @@ from held_out import problems
 from pair_corpus import CorpusSize, build_corpus, pack
 from pair_models import build, drafter_config
 from pair_tokenizer import END, PAD
+from provenance import place_of_results, write_results
+from shoal.bench.machine import machine
 from shoal.drafting.distillation import next_token_loss
 from shoal.drafting.other_vocabulary import SLEM, SLRS, TLI, MethodChoice, MethodTally
 from shoal.models.sources import bundled
@@ -47,6 +49,9 @@ METHODS: dict[str, list[list[str]]] = {
     "other": [[TLI], [SLEM], [TLI, SLEM]],
     "bytes": [[TLI], [SLEM], [SLRS], [SLRS, SLEM]],
 }
+
+COUNTS = ("row_rounds", "drafted", "accepted", "acceptance_length", "target_passes", "draft_passes")
+"""Fields of the statistics that `--json FILE` gets."""
 
 
 def own_tokenizer(texts: list[str], size: int) -> Any:
@@ -86,6 +91,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of each row")
     parser.add_argument("--greedy", action="store_true", help="without sampled rows")
     parser.add_argument("--drafters", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write the counts there")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     for name in VOCABULARIES.keys() & set(given.drafters):
@@ -107,6 +113,7 @@ def main() -> None:
     )
     expected = [output.samples[0].token_ids for output in plain]
     table = Table(*(Column(column, no_wrap=True) for column in columns))
+    rows: list[dict[str, Any]] = []
     for name, methods in ((one, methods) for one in given.drafters for methods in METHODS[one]):
         draft = bundled("drafter") if name == "bundled" else given.work / name
         pair = shoal.load(bundled("target"), draft, dtype="float32", max_batch=max(given.n, BATCH))
@@ -123,7 +130,13 @@ def main() -> None:
             passes = f"{stats.draft_passes / stats.target_passes:.1f}"
             said = f"{name}, {methods[0] if len(methods) == 1 else 'as chosen'}" if methods else name
             table.add_row(said, rule, f"{temperature:g}", f"{stats.acceptance_length:.2f}", *each, passes, equal)
+            counts = {name: getattr(stats, name) for name in COUNTS}
+            asked = {"drafter": said, "rule": rule, "temperature": temperature}
+            rows.append(asked | counts | {"plain ids": None if temperature else same, "prompts": len(expected)})
     Console(width=120).print(table)
+    if given.json:
+        options = vars(given) | {"json": given.json.name, "work": given.work.name}
+        write_results(given.json, {"machine": machine(torch.device("cpu")), "arguments": options, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ from rich.table import Table
 
 from fused_launches import of_a_round
 from pretend import Pretend, moved
+from provenance import place_of_results, write_results
 from recorder import Recorder
+from shoal.bench.machine import machine as this_machine
 from shoal.bench.random_pairs import SHAPES, LlamaShape
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured_kinds import PENDING
@@ -138,17 +141,20 @@ def pass_seconds(shape: LlamaShape, rows: int, columns: int, context: int, machi
 def line(
     name: str, budget: Budget, shapes: tuple[LlamaShape, LlamaShape], rows: int, drafts: int, context: int, acceptance: float,
     machine: Machine,
-) -> tuple[str, ...]:  # fmt: skip
+) -> dict[str, str | int | float]:  # fmt: skip
+    """Computes a round; the keys are the columns of the table."""
     target, drafter = shapes
     passes = pass_seconds(target, rows, drafts + 1, context, machine)
     passes += drafts * pass_seconds(drafter, rows, 1, context, machine)
     small = budget.launches * machine.launch + (budget.uploads + budget.downloads) * machine.copy
     seconds = passes + small + machine.host + (budget.downloads - 1) * machine.wait
     tokens = sum(acceptance**i for i in range(drafts + 1))
-    return (
-        name, f"{budget.launches}", f"{budget.others}", f"{budget.functions}", f"{budget.uploads}", f"{budget.downloads}",
-        f"{1000 * passes:.2f}", f"{1000 * seconds:.2f}", f"{1000 * seconds / tokens:.2f}",
-    )  # fmt: skip
+    milliseconds = (round(1000 * value, 2) for value in (passes, seconds, seconds / tokens))
+    return {
+        "round": name, "launches": budget.launches, "besides layers": budget.others, "functions": budget.functions,
+        "uploads": budget.uploads, "waits": budget.downloads,
+        **dict(zip(("ms of passes", "ms", "ms per token"), milliseconds, strict=True)),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -164,21 +170,27 @@ def main() -> None:
     parser.add_argument("--copy-us", type=float, default=5.0)
     parser.add_argument("--wait-us", type=float, default=40.0)
     parser.add_argument("--host-us", type=float, default=325.0)
+    parser.add_argument("--json", type=place_of_results, metavar="FILE", help="write the computed figures there")
     asked = parser.parse_args()
     microseconds = (1e-6 * value for value in (asked.launch_us, asked.copy_us, asked.wait_us, asked.host_us))
     machine, shapes = Machine(asked.bandwidth, asked.operations, *microseconds), SHAPES[asked.shape]
     kinds = [("plain", lambda: Fixed(0), 0)]
     for k in map(int, asked.drafts.split(",")):
         kinds.append((f"k = {k}", lambda k=k: Fixed(k), k))  # type: ignore[misc]
-    table = Table(
-        "round", "launches", "besides layers", "functions", "uploads", "waits", "ms of passes", "ms", "ms per token",
-    )  # fmt: skip
-    table.title = f"COMPUTED, NOT MEASURED: {asked.shape}, {asked.rows} rows of {asked.context} tokens"
-    table.title += f", acceptance {asked.acceptance:g}"
+    lines = []
     for name, lookahead, drafts in kinds:
         budget = counted(lookahead, *shapes, drafts, asked.rows, asked.context)
-        table.add_row(*line(name, budget, shapes, asked.rows, drafts, asked.context, asked.acceptance, machine))
+        lines.append(line(name, budget, shapes, asked.rows, drafts, asked.context, asked.acceptance, machine))
+    table = Table(*lines[0])
+    table.title = f"COMPUTED, NOT MEASURED: {asked.shape}, {asked.rows} rows of {asked.context} tokens"
+    table.title += f", acceptance {asked.acceptance:g}"
+    for one in lines:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in one.values()))
     Console(width=132).print(table)
+    if asked.json:
+        options = vars(asked) | {"json": asked.json.name}
+        where = this_machine(torch.device("cpu"))
+        write_results(asked.json, {"machine": where, "arguments": options, "computed, not measured": lines})
 
 
 if __name__ == "__main__":

@@ -61,10 +61,10 @@ def script(request: pytest.FixtureRequest, scripts: None) -> ModuleType:
 @needs_no_cuda
 @pytest.mark.parametrize("script", ["budget"], indirect=True)
 def test_a_budget_is_counted_and_called_computed(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     nothing = [part for name in ("launch", "copy", "wait", "host") for part in (f"--{name}-us", "0")]
-    monkeypatch.setattr(sys, "argv", ["budget.py", "--drafts", "4", *nothing])
+    monkeypatch.setattr(sys, "argv", ["budget.py", "--drafts", "4", *nothing, "--json", str(tmp_path / "budget.json")])
     script.main()
     printed = capsys.readouterr().out
     assert "COMPUTED, NOT MEASURED" in printed
@@ -75,6 +75,8 @@ def test_a_budget_is_counted_and_called_computed(
     assert all(line[5] == line[6] for line in of.values())  # nothing but passes
     assert 3.0 < of["plain"][5] < of["k = 4"][5] < 5.0
     assert of["plain"][0] - of["plain"][1] == 32 * 9  # 256 programs, none of which shares a query's keys
+    written = json.loads((tmp_path / "budget.json").read_text())["computed, not measured"]
+    assert {round_.pop("round"): [*round_.values()] for round_ in written} == of
 
 
 def test_the_run_is_refused_without_a_device() -> None:

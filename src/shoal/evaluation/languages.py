@@ -244,7 +244,8 @@ func TestTrial(t *testing.T) {}""",
         file="main.rs",
         compile=("rustc", "--edition", "2021", "-A", "warnings", "-o", "main", "epilogue.rs"),
         run=("./main",),
-        install="Rust (package rustc)",
+        install="Rust (package rustc; rustup's runs with the directory bin of "
+        "`rustc --print sysroot` first on PATH)",
         trial="fn main() {}",
         epilogue="""mod program {{
     include!("main.rs");

@@ -255,7 +255,10 @@ def _multipl_e_problem(record: dict[str, Any], where: str) -> Problem:
 def _multipl_e_language(record: dict[str, Any], where: str) -> str:
     name = text_field(record, "language", where)
     if name in REFUSED:
-        raise RequestError(f"{where}: the language {name!r} does not run here: {REFUSED[name]}")
+        raise RequestError(
+            f"{where}: the language {name!r} does not run here, {REFUSED[name]}: leave its "
+            "problems out"
+        )
     if name not in MULTIPL_E_LANGUAGES:
         raise RequestError(
             f"{where}: unknown language {name!r}; known are {', '.join(MULTIPL_E_LANGUAGES)}"

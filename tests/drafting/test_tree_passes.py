@@ -326,12 +326,13 @@ def test_a_run_moves_nothing() -> None:
         rows.keep(0, [1, 2, 3, 4], [0, 1, 2])
 
 
-@pytest.mark.parametrize("columns", [[0, 2, 1], [0, 0], [-1, 0], [0, 3]])
-def test_columns_that_cannot_be_kept(columns: list[int]) -> None:
+@pytest.mark.parametrize("columns", [[0, 2, 1], [0, 0], [-1, 0], [0, 3], [1, 3], range(4)])
+def test_columns_that_cannot_be_kept(columns: Sequence[int]) -> None:
     rows = Rows(runner("llama"), HISTORIES)
     rows.feed([1], [[1, 2, 3]], [[-1, -1]])
-    with pytest.raises(InternalError, match="cannot keep columns"):
+    with pytest.raises(InternalError, match=r"cannot (keep columns|roll slot 1 of length 4 back to 5)"):
         rows.runner.cache.keep(1, 1, columns)
+    assert rows.runner.cache.lengths[1] == 4
 
 
 # ── scripted models ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -237,10 +237,20 @@ def test_offsets_count_characters() -> None:
     assert [entry["bytes"] for entry in chat] == [[0xE2], [0x82], [0xAC], [97], [98]]
 
 
-def test_of_tokens_with_one_name_the_most_probable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.serve.api_formats.name_and_bytes", lambda tokenizer, token, by_id: ("same", b"same"))
-    answer = whole(CompletionFormat, parsed(["x"], top_logprobs=3), [ended(0, "a", tops=3)])
-    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"same": -1.0}]
+def test_a_token_has_its_own_number_once_and_others_of_one_name_that_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token is the second of four alternatives, whose number there differs in its last digits; its name is the fourth's too."""
+    names = dict(zip(ids("abcd"), ("other", "own", "other", "own"), strict=True))
+    monkeypatch.setattr("shoal.serve.api_formats.name_and_bytes", lambda tokenizer, token, by_id: (names[token], None))
+    pairs = tuple(zip(ids("abcd"), (-0.5, -1.0001, -2.0, -3.0), strict=True))
+    row = replace(ended(0, "b"), tokens=(TokenUpdate(ids("b")[0], "b", -1.0, None, TopLogprobs(pairs, pairs)),))
+    answer = whole(CompletionFormat, parsed(["x"], top_logprobs=4), [row])
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"other": -0.5, "own": -1.0}]
+    (entry,) = whole(ChatFormat, parsed(["x"], top_logprobs=4), [row])["choices"][0]["logprobs"]["content"]
+    told = [(one["token"], one["logprob"]) for one in entry["top_logprobs"]]
+    assert told == [("other", -0.5), ("own", -1.0), ("other", -2.0), ("own", -3.0)]
+    last = replace(row, tokens=(TokenUpdate(ids("d")[0], "d", -3.0, None, TopLogprobs(pairs, pairs)),))
+    answer = whole(CompletionFormat, parsed(["x"], top_logprobs=4), [last])
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"other": -0.5, "own": -3.0}]
 
 
 @pytest.mark.parametrize("path", [1, 3])

@@ -290,6 +290,39 @@ def test_heads_of_real_models(name: str) -> None:
     assert excess(replace(case, cut=made)) <= 1
 
 
+FAR, BEHIND = 1 << 20, 1 << 31
+"""Numbers between two cells of a row of more than 2^31, few of whose pages are touched; and those in front of it, where an offset
+of 32 bits leads."""
+FAR_ROW = Case((Row(2055, 2),), kv_heads=1, group=1, dim=8, value_dim=8, window=3, dtype=torch.float16)
+FAR_PROMPT = replace(FAR_ROW, rows=(Row(2080, 2, 0),), prompts=(2060,), window=30)
+
+
+def beyond_32_bits(case: Case) -> tuple[AttentionInputs, Tensor]:
+    """The inputs of a case of one row and one head, their cells `FAR` numbers apart; and what the kernel makes of near ones."""
+    p = fill(case).inputs
+    assert (p.plan.lengths[0] - 3) * FAR > BEHIND
+    memory = torch.empty(BEHIND + (p.plan.lengths[0] + 10) * FAR, dtype=case.dtype, device=DEVICE)
+
+    def apart(tensor: Tensor | None, place: int) -> Tensor | None:
+        if tensor is None:
+            return None
+        strides = (0,) * (tensor.dim() - 3) + ((0, FAR, 1) if tensor.dim() == 4 else (FAR, 0, 1))
+        return memory.as_strided(tensor.shape, strides, BEHIND + place).copy_(tensor)
+
+    stores = {name: getattr(p, name) for name in ("key", "value", "shared_key", "shared_value")}
+    moved = {name: apart(store, 32 * place) for place, (name, store) in enumerate(stores.items())}
+    return replace(p, **moved), attend(p, SMALL)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="takes gigabytes of a card")
+@pytest.mark.parametrize("case", [FAR_ROW, FAR_PROMPT], ids=["own", "shared"])
+def test_rows_beyond_32_bits(case: Case) -> None:
+    """A row, or a prompt in front of one, of more numbers than 32 bits count, as 128k tokens of DeepSeek-V3 are."""
+    inputs, right = beyond_32_bits(case)
+    assert torch.equal(attend(inputs, SMALL), right)
+    assert excess(case) <= 1
+
+
 def test_the_poison_is_there() -> None:
     """Negative control: a method that reads beyond a row's length, if only under a mask, meets NaN."""
     data = fill(Case((Row(9, 2), Row(3, 1))))
@@ -385,6 +418,17 @@ def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest
     for kernel in ("attend", "combine"):
         monkeypatch.setattr(fused_kernels, kernel, getattr(wrong_kernels, kernel))
     assert excess(WEAK if name in MUTANTS else WEAK_TREE) > 100
+
+
+FAR_MUTANTS = wrong_ones("Triton: attention of long rows")
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the checks themselves are checked in the interpreter")
+@pytest.mark.parametrize("name", FAR_MUTANTS)
+def test_an_offset_of_32_bits_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, right = beyond_32_bits(FAR_ROW)
+    monkeypatch.setattr(fused_kernels, "attend", mutant(fused_kernels, *FAR_MUTANTS[name], tmp_path).attend)
+    assert not torch.equal(attend(inputs, SMALL), right)
 
 
 @pytest.mark.parametrize("case", [WEAK, WEAK_TREE], ids=["chains", "trees"])

@@ -66,14 +66,16 @@ def _over(
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for at in range(first, last, BLOCK_K):
         cell = at + tl.arange(0, BLOCK_K)
-        there = cell < last
+        # A long row of wide heads is longer than 32 bits count: 2^31 numbers are 87,382 tokens of
+        # DeepSeek-V3.
+        there, place = cell < last, cell.to(tl.int64)
         keys = tl.load(
-            key + cell[None, :] * key_cell + dims[:, None],
+            key + place[None, :] * key_cell + dims[:, None],
             mask=there[None, :] & (dims < DIM)[:, None],
             other=0.0,
         )
         values = tl.load(
-            value + cell[:, None] * value_cell + value_dims[None, :],
+            value + place[:, None] * value_cell + value_dims[None, :],
             mask=there[:, None] & (value_dims < VALUE_DIM)[None, :],
             other=0.0,
         )
@@ -229,8 +231,8 @@ def attend(
         position=position,
         word=word,
         start=start,
-        key=key + row * key_row + kv_head * key_head - offset * key_cell,
-        value=value + row * value_row + kv_head * value_head - offset * value_cell,
+        key=key + row * key_row + kv_head * key_head - offset.to(tl.int64) * key_cell,
+        value=value + row * value_row + kv_head * value_head - offset.to(tl.int64) * value_cell,
         first=own_low + begin * BLOCK_K,
         last=tl.minimum(own_low + end * BLOCK_K, own_high),
         key_cell=key_cell,

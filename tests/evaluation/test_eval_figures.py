@@ -482,8 +482,31 @@ def test_documents_and_their_tasks(tmp_path: Path) -> None:
         read_documents(path)
 
 
+def curves(highest: float, *methods: str) -> dict[str, Any]:
+    """A summary of two budgets whose bands reach this high."""
+    bands = {metric: {"mean": [0, 0.01], "low": [0, 0], "high": [0.02, highest]} for metric in ("first", "all")}
+    settings = {"set": "humaneval", "temperature": 0.2, "top_p": 0.95}
+    drawn = {"budgets": [0.1, 1.0], **dict.fromkeys(methods, bands)}
+    return {"scores": ["passed"], "problems": 2, "samples_per_problem": 8, "settings": settings, "curves": drawn}
+
+
 def test_the_scale_follows_what_passes_where_that_is_little() -> None:
-    """A weak model's curves would lie on the axis, under the legend."""
-    bands = {metric: {"high": [0.02, 0.12]} for metric in ("first", "all")}
-    assert figure._top({"curves": {"plain": bands}}) == pytest.approx(0.15)
-    assert figure._top({"curves": {"plain": bands, "batched": bands | {"all": {"high": [0.6]}}}}) == 1.0
+    """A weak model's curves would lie on the axis; all rows have one scale, so that of the highest."""
+    low, high = curves(0.12, "plain"), curves(0.4, "plain")
+    assert figure._top([low]) == pytest.approx(0.15)
+    assert figure._top([curves(0.6, "plain"), low]) == 1.0
+    assert figure._top([{**low, "scores": ["rouge2"]}]) is None
+    assert [axes.get_ylim() for axes in figure.draw([high, low]).axes] == [(0, pytest.approx(0.5))] * 4
+
+
+def test_bands_of_more_than_three_methods_are_those_of_two() -> None:
+    """Six bands blend to one grey, and a legend of six lines hides a weak model's curves."""
+    for methods, bands in ((("plain", "single", "batched"), 3), (("plain", "plain-single", "single", "batched"), 2)):
+        drawn = figure.draw([curves(0.12, *methods)])
+        drawn.draw_without_rendering()
+        for axes in drawn.axes:
+            assert (len(axes.get_lines()), len(axes.collections)) == (len(methods), bands)
+        legend = drawn.axes[1].get_legend()
+        assert len(legend.get_texts()) == len(methods)
+        assert legend.get_window_extent().x0 >= drawn.axes[1].get_window_extent().x1
+        assert ("two methods" in drawn.axes[1].get_title("left")) == (bands == 2)

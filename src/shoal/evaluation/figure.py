@@ -68,6 +68,7 @@ def draw(summaries: Sequence[Mapping[str, Any]], *, ink: str = "black") -> Any:
         for axes, summary in zip(grid, summaries, strict=True):
             for plot, metric in zip(axes, ("first", "all"), strict=True):
                 _curves(plot, summary, metric)
+                plot.set_ylim(0, _top(summaries))
             axes[0].set_title(title(summary), loc="left", fontsize=9, pad=10)
             _legend(axes[1], summary)
         pyplot.close(figure)
@@ -110,34 +111,42 @@ def metric_name(score: str, which: str) -> str:
 
 def _curves(axes: Any, summary: Mapping[str, Any], metric: str) -> None:
     budgets = summary["curves"]["budgets"]
-    for method, colour in COLOURS.items():
-        if method in summary["curves"] and budgets:
-            bands = summary["curves"][method][metric]
-            axes.plot(budgets, bands["mean"], color=colour, linewidth=1.8, drawstyle="steps-post")
-            axes.fill_between(
-                budgets,
-                bands["low"],
-                bands["high"],
-                color=colour,
-                alpha=0.15,
-                linewidth=0,
-                step="post",
-            )
+    for method in _methods(summary) if budgets else ():
+        bands, colour = summary["curves"][method][metric], COLOURS[method]
+        axes.plot(budgets, bands["mean"], color=colour, linewidth=1.8, drawstyle="steps-post")
+        if method in _shaded(summary):
+            look = {"color": colour, "alpha": 0.15, "linewidth": 0, "step": "post"}
+            axes.fill_between(budgets, bands["low"], bands["high"], **look)
     if budgets:
         _log_scale(axes)
-    axes.set_ylim(0, _top(summary) if summary["scores"][0] == "passed" else None)
     axes.set(xlabel="time budget, seconds", ylabel=metric_name(summary["scores"][0], metric))
     axes.tick_params(labelleft=True)
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _top(summary: Mapping[str, Any]) -> float:
-    """Returns the top of a scale of shares: 1, or less where all bands lie in the lower half."""
-    curves = [summary["curves"][method] for method in COLOURS if method in summary["curves"]]
-    bands = [own[metric]["high"] for own in curves for metric in ("first", "all")]
-    highest = max((value for band in bands for value in band), default=1.0)
+def _top(summaries: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the top of the scale of all plots: 1, or less where all bands lie in the lower half.
+
+    None is the top that the curves of another score than passing need.
+    """
+    if summaries[0]["scores"][0] != PASSED:
+        return None
+    curves = [one["curves"][method] for one in summaries for method in _methods(one)]
+    highest = max(
+        (value for own in curves for band in own.values() for value in band["high"]), default=1.0
+    )
     return 1.0 if highest > 0.5 or not highest else 1.25 * highest
+
+
+def _methods(summary: Mapping[str, Any]) -> list[str]:
+    return [method for method in COLOURS if method in summary["curves"]]
+
+
+def _shaded(summary: Mapping[str, Any]) -> list[str]:
+    """Returns the methods with bands; the bands of more than three would hide each other."""
+    methods = _methods(summary)
+    return methods if len(methods) <= 3 else [one for one in methods if one in (PLAIN, BATCHED)]
 
 
 def _log_scale(axes: Any) -> None:
@@ -152,16 +161,14 @@ def _log_scale(axes: Any) -> None:
 def _legend(axes: Any, summary: Mapping[str, Any]) -> None:
     from matplotlib.lines import Line2D
 
-    methods = [method for method in COLOURS if method in summary["curves"]]
+    methods = _methods(summary)
     handles = [Line2D([], [], color=COLOURS[method], linewidth=2) for method in methods]
-    axes.legend(
-        handles,
-        [LABELS[method] for method in methods],
-        loc="lower right",
-        fontsize=8,
-        frameon=False,
-    )
-    axes.set_title("shading: 95 % bootstrap over problems", loc="left", fontsize=8, pad=10)
+    labels = [LABELS[method] for method in methods]
+    place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}  # beside curves of any shape
+    axes.legend(handles, labels, fontsize=8, frameon=False, **place)
+    which = "" if _shaded(summary) == methods else ", of two methods alone"
+    said = f"shading: 95 % bootstrap over problems{which}"
+    axes.set_title(said, loc="left", fontsize=8, pad=10)
 
 
 def columns(summary: Mapping[str, Any]) -> list[str]:

@@ -50,12 +50,14 @@ def test_counts_become_a_file_that_names_the_commit(tmp_path: Path, monkeypatch:
     trained, rows = [], [{"lookahead": 1, "rounds": 3}]
     monkeypatch.setattr(train_mtp, "train", lambda directory, steps: trained.append((directory, steps)))
     monkeypatch.setattr(train_mtp, "measure", lambda directory: rows)
-    train_mtp.main(tmp_path, 2, tmp_path / "counts.json")
+    train_mtp.main(tmp_path, 2, to=tmp_path / "counts.json")
     found = json.loads((tmp_path / "counts.json").read_text())
     assert isinstance(found["machine"]["commit"], str)
     assert (found["training steps"], found["rows"], trained) == (2, rows, [(tmp_path, 2)])
+    train_mtp.main(tmp_path, trained=True, to=tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text())["training steps"] is None
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     monkeypatch.setattr("shoal.bench.machine.commit", lambda: "0123456789ab-dirty")
     with pytest.raises(RequestError, match="must name the commit"):
-        train_mtp.main(tmp_path, 2, tmp_path / "benchmarks" / "results" / "a.json")
+        train_mtp.main(tmp_path, 2, to=tmp_path / "benchmarks" / "results" / "a.json")
     assert len(trained) == 1

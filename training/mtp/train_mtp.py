@@ -2,7 +2,8 @@
 
 `python training/mtp/train_mtp.py build/mtp` writes a checkpoint named as Qwen3.5's, of three gated delta nets and one attention
 layer, from the bundled pair's corpus and tokenizer, and prints its tokens per pass with
-`--draft mtp`; with `--json FILE` these and the machine become a file.
+`--draft mtp`, and for how many prompts its greedy ids are those of Transformers; with `--json FILE` these and the
+machine become a file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.modeling_layers import MtpModel
 
 import command
@@ -38,6 +40,7 @@ from shoal.train.own_samples import Windows
 
 SIZE = CorpusSize(problems=12_000, stdlib_characters=400_000)
 LENGTH, BATCH, RATE = 128, 16, 4e-3
+NEW = 64
 PUBLISHED = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
 
 
@@ -87,18 +90,30 @@ def save(model: Any, layer: Any, directory: Path) -> None:
         place = name.replace("mtp_block.", "layers.0.") if outer is None else f"{outer}.weight"
         tensors[f"mtp.{place}"] = tensor.contiguous()
     save_file(tensors, file, {"format": "pt"})
+    save_tokenizer(directory)
+
+
+def save_tokenizer(directory: Path) -> None:
     for file in bundled("target").glob("*token*"):
         shutil.copy(file, directory)
 
 
-def measure(directory: Path) -> list[dict[str, Any]]:
-    """Prints tokens per pass at n = 8, T = 0.8, for prompts of held-out constants; returns the counts."""
+def measure(directory: Path, draft: str = "mtp") -> list[dict[str, Any]]:
+    """Prints and returns counts of 8 samples at T = 0.8, for prompts of held-out constants.
+
+    Beside them stands the number of prompts of which all 8 greedy samples are those of Transformers.
+    """
     rows: list[dict[str, Any]] = []
-    print("lookahead  rounds  tokens per pass and row  drafted  accepted")
+    print("lookahead  rounds  tokens per pass and row  drafted  accepted  greedy as Transformers")
     prompts = [problem.prompt for problem in generate(1, 12, "constants")]
-    with shoal.load(directory, "mtp", dtype="float32") as pair:
+    with shoal.load(directory, draft, dtype="float32") as pair:
+        greedy = by_transformers(directory, [pair.tokenizer.encode(prompt) for prompt in prompts])
         for lookahead in ("off", 1, 2, 3, 5):
-            stats = pair.generate(prompts, 8, max_new_tokens=64, temperature=0.8, lookahead=lookahead).stats
+            stats = pair.generate(prompts, 8, max_new_tokens=NEW, temperature=0.8, lookahead=lookahead).stats
+            alike = pair.generate(prompts, 8, max_new_tokens=NEW, temperature=0.0, lookahead=lookahead)
+            same = sum(
+                all(sample.token_ids == ids for sample in result.samples) for result, ids in zip(alike, greedy, strict=True)
+            )
             rows.append(
                 {
                     "lookahead": lookahead,
@@ -106,23 +121,36 @@ def measure(directory: Path) -> list[dict[str, Any]]:
                     "tokens per pass and row": stats.acceptance_length,
                     "drafted": stats.drafted,
                     "accepted": stats.accepted,
+                    "prompts": len(prompts),
+                    "prompts with the greedy ids of Transformers": same,
                 }
             )
-            print(f"{lookahead!s:9} {stats.rounds:7} {stats.acceptance_length:24.2f} {stats.drafted:8} {stats.accepted:9}")
+            counts = f"{stats.rounds:7} {stats.acceptance_length:24.2f} {stats.drafted:8} {stats.accepted:9}"
+            print(f"{lookahead!s:9} {counts} {same:12} of {len(prompts)}", flush=True)
     return rows
+
+
+def by_transformers(directory: Path, prompts: Sequence[list[int]]) -> list[tuple[int, ...]]:
+    """Returns the greedy ids of Transformers, each prompt alone, up to the end of the text."""
+    hf = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    texts = [hf.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0] for prompt in prompts]
+    return [tuple(text[len(prompt) :].tolist()) for text, prompt in zip(texts, prompts, strict=True)]
 
 
 def main(
     directory: Path,
     steps: int = 300,
+    trained: Annotated[bool, typer.Option("--trained", help="measure the checkpoint that is there")] = False,
     to: Annotated[Path | None, typer.Option("--json", help="write the counts")] = None,
 ) -> None:
     """Trains, saves and measures."""
     require_place(to)
-    train(directory, steps)
+    if not trained:
+        train(directory, steps)
     rows = measure(directory)
     if to is not None:
-        write_results(to, {"machine": machine(torch.device("cpu")), "training steps": steps, "rows": rows})
+        steps_here = None if trained else steps
+        write_results(to, {"machine": machine(torch.device("cpu")), "training steps": steps_here, "rows": rows})
 
 
 def train(directory: Path, steps: int) -> None:
@@ -130,28 +158,34 @@ def train(directory: Path, steps: int) -> None:
     torch.manual_seed(0)
     model = Qwen3_5ForCausalLM(config())
     layer = MtpModel(Beside(model, directory), 1)
+    own = sum(one.numel() for one in layer.layers.parameters())
+    print(f"{own:,} parameters of the layer", flush=True)
+    fit([*model.parameters(), *layer.layers.parameters()], lambda tokens: losses(model, layer, tokens), steps)
+    directory.mkdir(parents=True, exist_ok=True)
+    save(model.eval(), layer, directory)
+
+
+def fit(parameters: Iterable[torch.nn.Parameter], losses: Callable[[Tensor], list[Tensor]], steps: int) -> None:
+    """Trains by the sum of the losses of windows of the corpus, [16, 128] tokens a step."""
     tokenizer = Tokenizer.from_file(str(bundled("target") / "tokenizer.json"))
     windows = Windows(pack(build_corpus(SIZE, 0).train, tokenizer), LENGTH, BATCH, 0)
-    parameters = {id(one): one for one in [*model.parameters(), *layer.layers.parameters()]}
-    own = sum(one.numel() for one in layer.layers.parameters())
-    print(f"{sum(one.numel() for one in parameters.values()):,} parameters, {own:,} of the layer", flush=True)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
+    trained = {id(one): one for one in parameters}
+    print(f"{sum(one.numel() for one in trained.values()):,} parameters", flush=True)
+    optimizer = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 50) * (0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
     )
     started = time.perf_counter()
     for step in range(steps):
-        found = losses(model, layer, torch.from_numpy(windows[step]))
-        sum(found).backward()  # type: ignore[union-attr]
-        torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+        of_step = losses(torch.from_numpy(windows[step]))
+        sum(of_step).backward()  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         rate.step()
         if step % 50 == 0 or step == steps - 1:
-            said = " ".join(f"{one.item():.3f}" for one in found)
+            said = " ".join(f"{one.item():.3f}" for one in of_step)
             print(f"step {step}: losses {said}, {time.perf_counter() - started:.0f} s", flush=True)
-    directory.mkdir(parents=True, exist_ok=True)
-    save(model.eval(), layer, directory)
 
 
 if __name__ == "__main__":

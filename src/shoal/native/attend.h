@@ -293,11 +293,14 @@ INLINE int64_t NAME(members)(const Attention *a, int64_t row, int64_t end) {
     return next - row;
 }
 
-/* Sets `failed` where there is no memory. Rows come in parts of at most BUNDLE, several for each thread where there are as many. */
+/* Sets `failed` where there is no memory. Rows come in parts of at most BUNDLE, several for each thread where there are as many. A
+   thread computes all heads of a part, whose tokens lie side by side: memory brings the next head with the one that is read. Rows
+   that are fewer than the threads come by heads. */
 static void NAME(share_of_attend)(const Attention *a, int *failed) {
-    int64_t part = a->rows * a->kv_heads / (2 * a->threads);
+    int64_t each = a->rows / a->threads, part = each < 2 * FEW ? (each < FEW ? each : FEW) : each / 2;
+    int64_t heads = each ? a->kv_heads : 1;
     part = part < 1 ? 1 : part > BUNDLE ? BUNDLE : part;
-#pragma omp for collapse(2) schedule(dynamic)
+#pragma omp for collapse(2) schedule(dynamic, heads)
     for (int64_t begin = 0; begin < a->rows; begin += part)
         for (int64_t head = 0; head < a->kv_heads; head++) {
             int64_t end = begin + part < a->rows ? begin + part : a->rows, members;

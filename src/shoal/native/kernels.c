@@ -79,6 +79,7 @@ static inline uint16_t narrow_bfloat16(float x) {
 #define AHEAD 16 /* keys that memory is asked for before they are used */
 #define BUNDLE 8 /* rows that read their shared prompt together, at most, */
 #define QUERIES 64 /* and their queries of one KV head */
+#define FEW 4 /* rows that a thread takes at once, at least, where it has as many */
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));

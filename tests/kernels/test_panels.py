@@ -164,7 +164,7 @@ def sums_are_wrong(made: ctypes.CDLL) -> bool:
     ("if (a->kind == NAME(ADD)) sums += NAME(some_left)((const T *)a->other + place, n);", ""),
     ("if (a->bias) sums += NAME(some_left)((const T *)a->bias + first, n);", ""),
     ("x + from * by.row", "x"),
-    ("a->y_rows[token + i] : token + i)", "a->y_rows[token + i] : token)"),
+    ("place_of)(a, token + i);\n        const float", "place_of)(a, token);\n        const float"),
 ])  # fmt: skip
 def test_sabotage_is_seen(right: str, wrong: str) -> None:
     assert sums_are_wrong(wrong_kernels((right, wrong)))

@@ -64,14 +64,34 @@ INLINE void NAME(finish_some)(const Product *a, reg sums, int64_t first, int64_t
     else memcpy(y, made, n * sizeof(T));
 }
 
+/* The end of n panels of outputs from `first` on. */
+INLINE int64_t NAME(end_of)(const Product *a, int64_t first, int64_t n) {
+    return first + n * LANES < a->outputs ? first + n * LANES : a->outputs;
+}
+
+/* The place of a token's first output. */
+INLINE int64_t NAME(place_of)(const Product *a, int64_t token) { return (a->y_rows ? a->y_rows[token] : token) * a->outputs; }
+
 /* The same with the sums [m, n * 16] of m tokens by n panels from output `first` on. */
 static NOINLINE void NAME(finish)(const Product *a, int64_t token, int64_t m, int64_t first, int64_t n, const float *sums) {
-    int64_t last = first + n * LANES < a->outputs ? first + n * LANES : a->outputs;
+    int64_t last = NAME(end_of)(a, first, n);
     for (int64_t i = 0; i < m; i++) {
-        int64_t row = (a->y_rows ? a->y_rows[token + i] : token + i) * a->outputs;
+        int64_t row = NAME(place_of)(a, token + i);
         const float *from = sums + i * n * LANES;
         for (int64_t out = first; out < last; out += WIDTH, from += WIDTH)
             NAME(finish_some)(a, some_float32(from), out, row + out, last - out);
+    }
+}
+
+/* Asks memory for the places that `finish` will write, and for what it reads beside them. */
+INLINE void NAME(ask)(const Product *a, int64_t token, int64_t m, int64_t first, int64_t n) {
+    int64_t last = NAME(end_of)(a, first, n);
+    for (int64_t i = 0; i < m; i++) {
+        int64_t row = NAME(place_of)(a, token + i);
+        for (int64_t out = first; out < last; out += 64 / sizeof(T)) {
+            __builtin_prefetch((T *)a->y + row + out, 1);
+            if (a->other) __builtin_prefetch((const T *)a->other + row + out);
+        }
     }
 }
 
@@ -130,6 +150,7 @@ static void NAME(multiply_block)(const Product *a, int64_t token, int64_t count,
         if (by.unpack) by.unpack(room + wide, (const int8_t *)w, n * weights), w = (const char *)(room + wide);
         for (int64_t i = 0; i < tiles; i++) {
             int64_t from = count * i / tiles, m = count * (i + 1) / tiles - from;
+            NAME(ask)(a, token + from, m, panel * LANES, n);
             by.tile(m, n, w, stride, x + from * by.row, width, sums, next + share * i, share);
             NAME(finish)(a, token + from, m, panel * LANES, n, sums);
         }

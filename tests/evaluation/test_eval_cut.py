@@ -130,6 +130,7 @@ def test_the_command_tells_what_alignment_is_worth(capsys: pytest.CaptureFixture
     assert cli.run([*asked, "--sandbox", "limits", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     (row,) = told["cuts"]
+    assert {"commit", "date"} <= told["machine"].keys()
     assert (told["set"], told["n"], row["kind"], row["samples"]) == ("functions", 2, "word", 2 * row["cuts"])
     assert row["variants"]["naive"]["passed"] < row["variants"]["aligned"]["passed"]
     assert row["variants"]["aligned"]["latency"] > 0

@@ -184,6 +184,7 @@ def test_the_command_plans_filters_judges_and_goes_on(
     assert first.code == 0, first.err
     summary = first.json
     assert (summary["problems"], summary["left_out"], summary["lossless"]) == (1, 1, False)
+    assert {"commit", "date"} <= summary["machine"].keys()
     assert summary["methods"]["planned"]["tokens"] <= 16
     assert summary["methods"]["planned"]["drafted"] >= 0
     assert searched

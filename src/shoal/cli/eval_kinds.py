@@ -74,7 +74,10 @@ def evaluate_cuts(
         return EXIT_INTERRUPTED
     summary = cut_programs.summary(all_cuts)
     if as_json:
-        print(json.dumps({"set": eval_set.name, "n": n, "options": dict(options), "cuts": summary}))
+        from shoal.bench.machine import machine
+
+        where = {"machine": machine(pair.target.device), "set": eval_set.name, "n": n}
+        print(json.dumps({**where, "options": dict(options), "cuts": summary}))
     else:
         show_cuts(summary, cut_programs.VARIANTS)
     return 0

@@ -116,6 +116,9 @@ class PlannedEvaluation:
         self, directory: Path, source: ModelSource, programs: SandboxOptions, *, as_json: bool
     ) -> int:
         """Plans, filters, grades and reports; after Ctrl-C it tells how to go on."""
+        import torch
+
+        from shoal.bench.machine import machine
         from shoal.evaluation.journal import SUMMARY, Evaluation
         from shoal.evaluation.planned_runs import PlannedRuns, summary_of
         from shoal.evaluation.tasks import code_grader
@@ -138,6 +141,7 @@ class PlannedEvaluation:
         names = [task.task_id for task in evaluation.tasks]
         summary = {
             "settings": evaluation.settings,
+            "machine": machine(torch.device("cpu")),
             "loaded": evaluation.loaded(),
             "isolation": isolation,
             "left_out": self.left_out,

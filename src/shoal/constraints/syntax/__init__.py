@@ -134,8 +134,8 @@ def read_syntax(syntax: str | Syntax) -> Syntax:
         )
     if read.members and language not in MEMBERS:
         raise RequestError(
-            "members are those of Python, C or C++: they do not go with the syntax of another "
-            "language"
+            f"members are those of Python, C or C++: leave them out, or name {', '.join(MEMBERS)} "
+            f"as the syntax, got {language!r}"
         )
     return read
 

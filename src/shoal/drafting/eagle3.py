@@ -83,13 +83,8 @@ def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int
             f"supported"
         )
     reads = _read_layers(directory, config, target)
-    require_width(
-        directory,
-        "a vocabulary",
-        whole_number(config, directory, "vocab_size"),
-        target,
-        target.vocab_size,
-    )
+    vocabulary = whole_number(config, directory, "vocab_size")
+    require_width(directory, "a vocabulary", vocabulary, target, target.vocab_size)
     width = len(reads) * layers_and_width(target)[1]
     if (fc := tensors.get("fc.weight")) is not None:
         require_width(directory, f"{len(reads)} hidden states", fc.shape[-1], target, width)

@@ -141,13 +141,8 @@ def load_medusa(directory: Path, target: Runner) -> MedusaHeads:
         require_width(directory, "hidden states", first.shape[-1], target, width)
     if own is not None:
         require_width(directory, "a vocabulary", len(own), target, target.vocab_size)
-    require_width(
-        directory,
-        "a vocabulary",
-        config.get("vocab_size", target.vocab_size),
-        target,
-        target.vocab_size,
-    )
+    vocabulary = config.get("vocab_size", target.vocab_size)
+    require_width(directory, "a vocabulary", vocabulary, target, target.vocab_size)
     made = MedusaHeads(
         heads,
         layers,

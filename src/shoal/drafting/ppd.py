@@ -88,13 +88,8 @@ def load_ppd(directory: Path, target: Runner) -> PromptTokens:
         )
     vectors = tensors[TENSOR].float()
     require_width(directory, "prompt tokens", vectors.shape[1], target, layers_and_width(target)[1])
-    require_width(
-        directory,
-        "a vocabulary",
-        config.get("vocab_size", target.vocab_size),
-        target,
-        target.vocab_size,
-    )
+    vocabulary = config.get("vocab_size", target.vocab_size)
+    require_width(directory, "a vocabulary", vocabulary, target, target.vocab_size)
     if not bool(vectors.isfinite().all()):
         raise ModelError(f"{directory / FILE} holds NaN or infinite numbers; train it again")
     accuracies = _accuracies(config.get("accuracies"), directory, len(vectors))

@@ -250,7 +250,7 @@ class Shoal(Pair):
                 "exact=True weighs samples of p, and this rule draws others: leave out "
                 "rule='typical'"
             )
-        requests = call.dressed(requests, dressing, self.tokenizer)
+        requests = call.dress(requests, dressing, self.tokenizer)
         stream = Stream(engine, requests, text=text, executor=self._executor)
         self._streams.add(stream)
         return stream

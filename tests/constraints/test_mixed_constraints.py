@@ -145,7 +145,7 @@ def first_check(real: Any) -> Any:
     return lambda scores, b, column, position, states, refused: real(scores, b, column, position, states[:1], refused)
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("_p", late_mask), ("_drawn", first_check)])
+@pytest.mark.parametrize(("name", "wrong"), [("_p", late_mask), ("_draw_passing_token", first_check)])
 def test_wrong_redraws_are_noticed(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any) -> None:
     monkeypatch.setattr(checks, name, wrong(getattr(checks, name)))
     assert agreement(run(Rejection(), 2), law(0)) < 1e-6

@@ -22,7 +22,7 @@ from shoal.cli.check_case import CheckCase
 from shoal.cli.check_prompts import PromptSet
 from shoal.config import Limits, Sampling
 from shoal.drafting.protocol import DraftInputs
-from shoal.engine.memory import grown
+from shoal.engine.memory import grade
 from shoal.errors import RequestError
 from shoal.lookahead.acceptance import DraftOutcome
 from shoal.lookahead.controller import Fixed, PairCosts, by_name
@@ -179,7 +179,7 @@ def test_nothing_is_computed_or_stored_of_a_prompt_that_only_the_target_holds(pr
 def test_a_drafters_cache_is_no_longer_than_its_context() -> None:
     run = Run(runners("llama"), Fixed(4), [3, 50], prefix_sharing="copied")
     target, drafter = runners_of(run.engine)
-    assert (target.cache.capacity, drafter.cache.capacity) == (grown(CONTEXT + 5), grown(SHORT + 5))
+    assert (target.cache.capacity, drafter.cache.capacity) == (grade(CONTEXT + 5), grade(SHORT + 5))
     assert run.before > 0
 
 

@@ -196,9 +196,9 @@ def from_the_end(right: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "sabotage", "lookahead"),
     [
-        (joint_rows, "_rejected", no_row, Fixed(0)),
-        (joint_rows, "_rejected", only_held, Ahead(0)),
-        (Distinct, "_drawn", from_the_end, Ahead(ROWS - 1)),
+        (joint_rows, "_rows_to_restart", no_row, Fixed(0)),
+        (joint_rows, "_rows_to_restart", only_held, Ahead(0)),
+        (Distinct, "_draw_held_rows", from_the_end, Ahead(ROWS - 1)),
     ],
 )
 def test_other_draws_show(owner: Any, name: str, sabotage: Any, lookahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:

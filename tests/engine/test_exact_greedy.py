@@ -16,7 +16,7 @@ import pytest
 from greedy import NEW, decode, drafter, prompt, stock_ids, target_model
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
-from shoal.engine.memory import grown
+from shoal.engine.memory import grade
 from shoal.lookahead.controller import by_name
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import runner
@@ -107,7 +107,7 @@ def test_every_n(n: int, capacity: int) -> None:
     engine, rows = decode(drafter("sometimes", 4), 4, prompts=4, n=n, max_batch=capacity, new=12)
     assert_stock(rows, n, 12)
     assert_adds_up(engine, rows, n)
-    assert engine.target.cache.slots == grown(min(capacity, 4 * n))
+    assert engine.target.cache.slots == grade(min(capacity, 4 * n))
 
 
 def test_bass_lengths() -> None:

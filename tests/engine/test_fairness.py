@@ -367,7 +367,7 @@ def test_any_course_ends_and_serves_everybody(capacity: int, calls: Sequence[tup
         scheduler.remove([row for row in round_.rows if not left[row]])
         paused = scheduler.to_pause()
         if paused is not None:
-            assert len(scheduler.slots.taken) == capacity
+            assert len(scheduler.slots.rows_in_slots) == capacity
             assert scheduler.waiting
             scheduler.pause(paused)
     assert all(count == 0 for count in left.values())

@@ -24,7 +24,7 @@ from noisy_heads import noisy
 from shoal.config import Limits, Sampling
 from shoal.engine.admission import SlotRows
 from shoal.engine.engine import Engine
-from shoal.engine.memory import grown
+from shoal.engine.memory import grade
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.sampling import native_draws
@@ -121,7 +121,7 @@ def test_batched_permuted_and_compacted(max_batch: int, order: str, monkeypatch:
     for i in indices:
         assert paths(rows[i]) == alone(i)
     assert moves or max_batch < 7
-    assert running.target.cache.slots == grown(min(max_batch, sum(request.n for request in requests())))
+    assert running.target.cache.slots == grade(min(max_batch, sum(request.n for request in requests())))
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])

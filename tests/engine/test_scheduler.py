@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
-from shoal.engine.memory import grown
+from shoal.engine.memory import grade
 from shoal.engine.running_rows import PlainRows
 from shoal.engine.scheduler import CHUNK, Scheduler
 from shoal.engine.waiting import Fairness
@@ -540,7 +540,7 @@ def test_twenty_prompts_of_four_samples(max_batch: int) -> None:
     assert engine.stats.prefills == 20
     assert engine.stats.prefill_tokens == sum(len(request.prompt_ids) - 1 for request in requests)
     assert 0 < engine.stats.accepted < engine.stats.drafted
-    assert engine.target.cache.slots == grown(min(max_batch, 80))
+    assert engine.target.cache.slots == grade(min(max_batch, 80))
     assert tokens == alone()
 
 

@@ -22,7 +22,7 @@ from by_pairs import by_pairs
 from shoal.config import Limits, Sampling
 from shoal.engine.admission import MIN_SAVED_TOKENS, POLICIES, PrefixStore
 from shoal.engine.engine import Engine
-from shoal.engine.memory import grown
+from shoal.engine.memory import grade
 from shoal.engine.prefix_cache import policy_for
 from shoal.errors import InternalError, RequestError
 from shoal.lookahead.controller import Fixed
@@ -346,9 +346,9 @@ def test_bytes_are_one_prompt_and_n_tails(n: int) -> None:
         run(target, None, [(prompt(length), n, new)], prefix_sharing=p)[0].target.cache for p in ("shared", "copied")
     )
     assert (
-        tensor_bytes(shared) == shared.nbytes() == (grown(length - 1) + grown(n) * grown(new + 2)) * shared.bytes_per_token()
+        tensor_bytes(shared) == shared.nbytes() == (grade(length - 1) + grade(n) * grade(new + 2)) * shared.bytes_per_token()
     )
-    assert tensor_bytes(copied) == copied.nbytes() == grown(n) * grown(length + new + 1) * copied.bytes_per_token()
+    assert tensor_bytes(copied) == copied.nbytes() == grade(n) * grade(length + new + 1) * copied.bytes_per_token()
 
 
 def test_the_measured_cases_are_what_they_say() -> None:

@@ -125,9 +125,9 @@ def test_any_tokens_stream_as_they_are_generated(kind: str, data: st.DataObject)
     for token in ids:
         shown.push(token)
         taken.append(shown.take(final=False))
-    text, _ = shown.finished([], len(ids))
+    text, _ = shown.final_text([], len(ids))
     assert "".join(taken) + shown.take(final=True) == text
-    assert whole.finished(ids, len(ids))[0] == text
+    assert whole.final_text(ids, len(ids))[0] == text
     before = written(kind, prompt)
     if before and "\ufffd" not in written(kind, (*prompt, *ids)) + text + before:
         assert before + text == written(kind, (*prompt, *ids))
@@ -395,7 +395,7 @@ def test_bytes_that_become_no_character_are_shown_soon(kind: str) -> None:
             text.push(byte[value])
             taken += text.take(final=False)
             assert len(taken) >= (place + 1) / 3 - 8
-        whole, _ = text.finished([], len(values))
+        whole, _ = text.final_text([], len(values))
         assert whole.startswith(taken)
         assert text.decoded < 120 * len(values)
         assert whole.count("€") == (1 if 0xAC in values and kind == "byte level" else whole.count("€"))
@@ -420,6 +420,6 @@ def test_twice_as_many_such_bytes_are_twice_the_work(run: tuple[int, ...], way: 
         if way != "at once":
             for token in ids:
                 text.push(token)
-        text.finished(ids if way == "at once" else [], count)
+        text.final_text(ids if way == "at once" else [], count)
         work.append(text.decoded)
     assert work[1] <= 2.2 * work[0], work

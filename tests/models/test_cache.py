@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.engine.memory import grown
+from shoal.engine.memory import grade
 from shoal.errors import InternalError
 from shoal.models import loading
 from shoal.models.attention import Masks
@@ -421,9 +421,9 @@ def test_forks_share_weights_and_nothing_else() -> None:
 
 @given(st.integers(0, 10_000))
 def test_room_to_spare_is_at_most_a_quarter(size: int) -> None:
-    assert size <= grown(size) <= 1.25 * size
-    assert grown(grown(size)) == grown(size)
+    assert size <= grade(size) <= 1.25 * size
+    assert grade(grade(size)) == grade(size)
 
 
 def test_what_grows_one_by_one_is_copied_a_few_times() -> None:
-    assert len({grown(size) for size in range(1, 257)}) <= 32
+    assert len({grade(size) for size in range(1, 257)}) <= 32

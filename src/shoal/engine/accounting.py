@@ -28,7 +28,7 @@ class Stopwatch:
         self.planning = 0.0
         self.between: float | None = None
 
-    def planned(self) -> None:
+    def note_plan(self) -> None:
         """Notes that the round is planned; the last call of a round counts."""
         self.planning = self._clock() - self._last
 
@@ -49,17 +49,17 @@ class Stopwatch:
         self.laps += [self.planning + drafting, *rest]
         self._last = now
 
-    def timed(self, stop: Stop) -> Stop:
+    def timer(self, stop: Stop) -> Stop:
         """Returns a function that calls `stop` and notes the times of the calls."""
 
-        def asked(position: int, confidence: Sequence[float]) -> Sequence[int]:
+        def timed_stop(position: int, confidence: Sequence[float]) -> Sequence[int]:
             now = self._clock()
             if position == 0:
                 self._first = now
             self.between = now - self._first
             return stop(position, confidence)
 
-        return asked
+        return timed_stop
 
 
 def count_round(

@@ -99,7 +99,7 @@ class Prefixes(Protocol):
         """
         raise NotImplementedError
 
-    def awaited(self, row: Row, other: Row) -> int:
+    def promise(self, row: Row, other: Row) -> int:
         """Returns how many tokens will be kept once the other row has had a round."""
         raise NotImplementedError
 
@@ -265,7 +265,7 @@ class SlotRows:
         return 0 <= row.slot < len(self.rows) and self.rows[row.slot] is row
 
     @property
-    def taken(self) -> list[Row]:
+    def rows_in_slots(self) -> list[Row]:
         """The rows in slots, in slot order."""
         return [row for row in self.rows if row is not None]
 

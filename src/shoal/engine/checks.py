@@ -27,7 +27,7 @@ from shoal.types.trees import DraftTree, Verdict
 States = list[tuple[Any, Any]]
 
 
-def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
+def apply_checks(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
     """Returns the verdict after the rows' checks.
 
     Each row's path is cut before the first token that one of its checks refuses, and another token
@@ -46,7 +46,7 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
             continue
         columns = [0, *(node + 1 for node in paths[b])]
         path = [*(tree.drafts[b][node] for node in paths[b]), following[b]]
-        refusals = _refused(row, path, columns, scores)
+        refusals = _first_refusal(row, path, columns, scores)
         if row.request.weighted:
             weights[b] = _weights(
                 scores, b, path if refusals is None else path[: refusals[0]], columns
@@ -55,7 +55,7 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
             continue
         depth, states = refusals
         try:
-            drawn, probability, weight = _drawn(
+            drawn, probability, weight = _draw_passing_token(
                 scores, b, columns[depth], len(row.tokens) + depth, states, path[depth]
             )
         except Exception as error:
@@ -69,7 +69,7 @@ def checked(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
     return replace(verdict, check_weights=weights) if weights else verdict
 
 
-def _refused(
+def _first_refusal(
     row: Row, path: Sequence[int], columns: Sequence[int], scores: Scores
 ) -> tuple[int, States] | None:
     """Returns the depth of the first token refused, and the states before it.
@@ -151,7 +151,7 @@ def _draws(seed: int, position: int) -> tuple[Following, Phantoms]:
     return following, phantoms
 
 
-def _drawn(
+def _draw_passing_token(
     scores: Scores, b: int, column: int, position: int, states: States, refused: int
 ) -> tuple[int, float, float]:
     """Draws a token that passes; returns it, its probability under p, and its weight.

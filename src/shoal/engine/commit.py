@@ -51,7 +51,7 @@ def commit(
         [*(draft[: len(path)] if isinstance(path, range) else map(draft.__getitem__, path)), last]
         for draft, path, last in zip(tree.drafts, paths, following, strict=True)
     ]
-    failing = _reached(rows, paths, scores.faults) if scores.faults else {}
+    failing = _first_faults(rows, paths, scores.faults) if scores.faults else {}
     for b, (depth, _) in failing.items():
         blocks[b] = blocks[b][:depth]
     columns = verdict.columns(blocks)
@@ -124,7 +124,7 @@ def _commit(
     )
 
 
-def _reached(
+def _first_faults(
     rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults
 ) -> dict[int, tuple[int, ShoalError]]:
     """Returns the first fault on each row's accepted path, by the row's index in the batch.
@@ -182,7 +182,7 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
         masks.advance(row, token)
     if row.constraints and not row.eos and masks.is_complete(row, vocab_size):
         return "stop"
-    if row.request.criteria and _criteria_met(row):
+    if row.request.criteria and _meets_criterion(row):
         return "stop"
     return None
 
@@ -205,7 +205,7 @@ def _after(check: Any, state: Any, token: int) -> Any:
     return after
 
 
-def _criteria_met(row: Row) -> bool:
+def _meets_criterion(row: Row) -> bool:
     """Returns True if a stopping criterion of the row says that it has ended.
 
     Raises:
@@ -251,7 +251,7 @@ def finish(row: Row, now: float) -> Sample:
     """
     text, kept = "", row.new_tokens
     if row.detokenizer is not None:
-        text, kept = row.detokenizer.finished(
+        text, kept = row.detokenizer.final_text(
             [] if row.needs_text else row.tokens[row.prompt_length :], kept
         )
     text, kept, syntax = _cut(row, text, kept)

@@ -55,7 +55,7 @@ class MarkedText:
             self._names.append((len(self.text), len(name)))
             self.text += name
 
-    def unmarked(self, position: int) -> int:
+    def position_without_names(self, position: int) -> int:
         """Returns the position in the row's own text of a position in the text with names."""
         return position - sum(
             min(position - start, length) for start, length in self._names if start < position
@@ -152,7 +152,7 @@ class Detokenizer:
             if len(self.ends) > self._rules.stops.least:
                 self._look_for_stop(before, marked, held_back)
 
-    def finished(self, tokens: Sequence[int], count: int) -> tuple[str, int]:
+    def final_text(self, tokens: Sequence[int], count: int) -> tuple[str, int]:
         """Returns the text of a row that has ended, and how many of its tokens cover it.
 
         Args:
@@ -259,7 +259,7 @@ class Detokenizer:
                 at = within.find(stop, at + 1)
             if at >= 0:
                 ends = at, at + len(stop)
-                cut, end = ends if spelled is None else map(spelled.unmarked, ends)
+                cut, end = ends if spelled is None else map(spelled.position_without_names, ends)
                 stops_in_text.append((cut, end, stop in self._rules.stops.shown))
         if stops_in_text:
             cut, end, shown = min(stops_in_text, key=lambda one: one[0])
@@ -300,7 +300,7 @@ class Detokenizer:
         marked = self._marked if is_marked else None
         if marked is None:
             return len(self.text) - _overlap(self.text, stop)
-        return marked.unmarked(len(marked.text) - _overlap(marked.text, stop))
+        return marked.position_without_names(len(marked.text) - _overlap(marked.text, stop))
 
 
 def _is_silent(tokenizer: Any, silent: Set[int], token: int) -> bool:

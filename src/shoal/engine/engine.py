@@ -21,7 +21,7 @@ from shoal.constraints.estimates import Estimates
 from shoal.drafting.protocol import DraftCounters, Drafter
 from shoal.engine.accounting import Stopwatch, count_round, outcome
 from shoal.engine.batch_size import FIRST, AutoBatchSize, BatchSize, batch_size_of
-from shoal.engine.checks import checked
+from shoal.engine.checks import apply_checks
 from shoal.engine.commit import commit, commit_run
 from shoal.engine.guide import Guide
 from shoal.engine.joint_rows import Distinct, resample
@@ -241,7 +241,7 @@ class Engine:
 
     def cancel(self, rows: Iterable[Row]) -> list[Commit]:
         """Ends rows now; returns their samples so far, marked "cancelled"."""
-        return self._distinct.settled(self._batch.cut(rows, "cancelled"))
+        return self._distinct.with_joint_draws(self._batch.cut(rows, "cancelled"))
 
     def reserve_tokens(self, tokens: int) -> bool:
         """Reserves memory for tokens beside the rows, such as a prompt that is only scored.
@@ -325,10 +325,10 @@ class Engine:
         ended = self._batch.expire()
         rows = self._stages.gather(ended)
         if not rows:
-            return self._distinct.settled(ended)
+            return self._distinct.with_joint_draws(ended)
         watch = Stopwatch(self._stages.now)
         lengths = self._stages.lengths(rows)
-        watch.planned()
+        watch.note_plan()
         tree, scores, verdict, commits, rounds = self._several(rows, lengths, watch) or self._one(
             rows, lengths, watch
         )
@@ -358,12 +358,12 @@ class Engine:
         self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing, rounds, riding))
         if not riding:
             self.batch_size.learn(len(rows), committed, sum(watch.laps))
-        return self._distinct.settled(ended + commits)
+        return self._distinct.with_joint_draws(ended + commits)
 
     def _one(self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch) -> Computed:
         """Computes a round of these draft lengths, and commits it."""
         tree, scores, verdict = self._stages.decide(rows, lengths, watch)
-        verdict, rows = checked(tree, scores, verdict), scores.positions.rows
+        verdict, rows = apply_checks(tree, scores, verdict), scores.positions.rows
         batch = self._batch
         commits = commit(rows, tree, scores, verdict, batch.drafter_name, batch.clock)
         return Computed(tree, scores, verdict, commits, 1)

@@ -155,7 +155,7 @@ class Distinct:
             first.become(rows[0], rows[0].seed)
             self._draws[first.beginning.trie] = _Draws(list(rows), first)
 
-    def settled(self, commits: list[Commit]) -> list[Commit]:
+    def with_joint_draws(self, commits: list[Commit]) -> list[Commit]:
         """Returns commits, and after them those of rows whose text is drawn now.
 
         Args:
@@ -168,9 +168,9 @@ class Distinct:
             for done in commits
             if done.row.request.distinct and done.row.finish_reason
         )
-        return [*commits, *(drawn for trie in tries for drawn in self._drawn(trie))]
+        return [*commits, *(drawn for trie in tries for drawn in self._draw_held_rows(trie))]
 
-    def _drawn(self, trie: Trie) -> Iterator[Commit]:
+    def _draw_held_rows(self, trie: Trie) -> Iterator[Commit]:
         """Draws the texts of held rows, as long as the first row that is left is held."""
         rows, first = self._draws[trie]
         while rows and rows[0].finish_reason:
@@ -182,7 +182,7 @@ class Distinct:
             if self._batch.drafter is not None:
                 self._batch.drafter.end([row])
             yield Commit(row, [], 0, visible_text(row, sample), sample)
-            for other in list(_rejected(row, rows)):
+            for other in list(_rows_to_restart(row, rows)):
                 self._batch.restart(other, first, row_seed(other.seed, row.index))
         if not rows:
             del self._draws[trie]
@@ -199,7 +199,7 @@ def _log_weight(row: Row, left: float, behind: int) -> float:
     return row.log_allowed + math.log(left + behind * math.exp(sum(row.processed_logprobs)))
 
 
-def _rejected(row: Row, others: Iterable[Row]) -> Iterator[Row]:
+def _rows_to_restart(row: Row, others: Iterable[Row]) -> Iterator[Row]:
     """Takes the text of a row out of the trie; yields the rows behind it that begin again.
 
     The last row is yielded first: each one goes to the head of the queue.

@@ -128,11 +128,13 @@ def _weights(
     if row.beginning is None:
         return masses.tolist(), []
     if distinct:
-        return masses.tolist(), _seen(row, block, inside - masses[:, None])
-    return log_weights(row.beginning, block[:count], inside), _seen(row, block[:count], inside)
+        return masses.tolist(), _drawn_values(row, block, inside - masses[:, None])
+    return log_weights(row.beginning, block[:count], inside), _drawn_values(
+        row, block[:count], inside
+    )
 
 
-def _seen(row: Row, block: Sequence[int], inside: Tensor) -> list[DrawnValues]:
+def _drawn_values(row: Row, block: Sequence[int], inside: Tensor) -> list[DrawnValues]:
     """Returns the values from which estimates learn.
 
     Args:

@@ -35,7 +35,7 @@ CacheSize = tuple[int, int, int]
 """The slots, the tokens per slot, and the token slots of the prefix store."""
 
 
-def grown(size: int) -> int:
+def grade(size: int) -> int:
     """Returns the size, or up to a quarter more: 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ...
 
     A cache that grows one by one to n is then copied about 3 log n times, not n times.
@@ -245,7 +245,7 @@ class Memory:
             for model, size in zip(self.models, sizes, strict=True):
                 model.trim(*size)
             return
-        roomy = [(grown(slots), grown(capacity), grown(cells)) for slots, capacity, cells in sizes]
+        roomy = [(grade(slots), grade(capacity), grade(cells)) for slots, capacity, cells in sizes]
         most, beside = self._limit(round_.slots)
         beside += self.kept_bytes(round_.in_slots)
         if most is None or self._grown_bytes(roomy) + beside <= most:
@@ -307,7 +307,7 @@ def _own_prompt(request: Request) -> int:
     return max(len(getattr(request.sampling, name)) for name in GUIDES_PROMPTS.values())
 
 
-def _attached(
+def _attach(
     target: Runner, drafter: Drafter | None, guides: Sequence[Guide]
 ) -> list[KeyValueMemory]:
     """Attaches a drafter to an engine's target; returns the keys and values of all models.
@@ -345,7 +345,7 @@ def memory_of(
         most: see `Memory`.
         bounded: True if the device's memory bounds the number of rows.
     """
-    models = _attached(target, drafter, guides)
+    models = _attach(target, drafter, guides)
     columns = 1 + min(limit, EXPECTED_DRAFT)
     keeps = Keeps() if drafter is None else drafter.keeps
     return Memory(

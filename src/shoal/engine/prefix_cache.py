@@ -136,7 +136,7 @@ class PrefixCache:
         """
         return self._kept.kept_length(row.request.owner, row.tokens[: row.entry_length - 1])
 
-    def awaited(self, row: Row, other: Row) -> int:
+    def promise(self, row: Row, other: Row) -> int:
         """Returns how many tokens will be kept once another row has had a round.
 
         They are tokens at the beginning of the row's prompt.

@@ -101,7 +101,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True if no row waits, and none is in a slot."""
-        return not self.waiting and not self.slots.taken
+        return not self.waiting and not self.slots.rows_in_slots
 
     def add(self, rows: Sequence[Row]) -> None:
         """Adds the rows of one call to the queue, also while others run."""
@@ -192,7 +192,7 @@ class Scheduler:
 
     def _free(self) -> int:
         """Returns the number of rows that may join those in slots."""
-        rows = self.slots.taken
+        rows = self.slots.rows_in_slots
         seconds = self._deadlines.seconds_per_token((*rows, next(iter(self.waiting))))
         return self.rows_now(len(rows), len(self.waiting), seconds) - len(rows)
 
@@ -259,7 +259,7 @@ class Scheduler:
         known = 0
         if self.kept is not None and find_prompt(row, state)[0] is PromptOrigin.COMPUTE:
             known = self.kept.kept_length(row)
-            if any(self.kept.awaited(row, other) >= known + MIN_WAIT for other in computed):
+            if any(self.kept.promise(row, other) >= known + MIN_WAIT for other in computed):
                 return None
         decision = decide(
             row,

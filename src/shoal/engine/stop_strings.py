@@ -52,7 +52,7 @@ class Passage:
             start: the place, never before an earlier one.
             end: the end of the place.
         """
-        while self._inside or self._opened(text, sure, start):
+        while self._inside or self._begins_before(text, sure, start):
             close = text.find(self._closing, self._at) if self._closing else -1
             if close < 0:
                 self._at = max(self._at, sure - len(self._closing) + 1)
@@ -63,7 +63,7 @@ class Passage:
         answer = self._behind if self._first_only else None
         return answer is not None and answer <= start and text[answer:end].isspace()
 
-    def _opened(self, text: str, sure: int, start: int) -> bool:
+    def _begins_before(self, text: str, sure: int, start: int) -> bool:
         """Returns True if a part begins before a place."""
         if self._over:
             return False

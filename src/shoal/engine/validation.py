@@ -138,7 +138,7 @@ class GenerateCall:
             )
         ]
 
-    def dressed(
+    def dress(
         self, requests: Sequence[Request], dressing: Dressing, tokenizer: Any
     ) -> list[Request]:
         """Returns the requests with the options of the call beside sampling and constraints."""

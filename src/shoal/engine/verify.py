@@ -198,11 +198,11 @@ class Stages:
         The uniforms are [rows, longest draft + 1, ...].
         """
         uniforms = self._noise(rows, max(lengths) + 1).to(self._target.device)
-        watch.planned()
+        watch.note_plan()
         if self._drafter is None or not max(lengths):
             return uniforms, DraftTree.empty(len(rows), uniforms.device)
         stop = self._lookahead.shorten
-        inputs = DraftInputs(rows, lengths, uniforms, self._rule.draw, stop and watch.timed(stop))
+        inputs = DraftInputs(rows, lengths, uniforms, self._rule.draw, stop and watch.timer(stop))
         return uniforms, within(self._drafter.propose(inputs), inputs)
 
     def _goes_on(self, rows: Sequence[Row]) -> bool:
@@ -331,17 +331,17 @@ def _note_probes(scores: Scores, logits: Tensor, target: Runner) -> None:
     first = scores.logits.shape[1]
     for b, column in (~logits[:, first:, 0].isfinite()).nonzero().tolist():
         error = BadLogits(f"column {first + column}, which the drafter reads, is NaN or infinite")
-        scores.faults.setdefault(scores.positions.rows[b], {})[first + column] = _named(
+        scores.faults.setdefault(scores.positions.rows[b], {})[first + column] = _blame(
             error, target
         )
 
 
 def scores_of(target: Runner, rows: Sequence[Row], tree: DraftTree, logits: Tensor) -> Scores:
     """Returns the target's scores of a draft tree, by logits [rows, m + 1, vocab]."""
-    return Scores(logits, Positions.of(rows, tree), named=lambda error: _named(error, target))
+    return Scores(logits, Positions.of(rows, tree), named=lambda error: _blame(error, target))
 
 
-def _named(error: ShoalError, target: Runner) -> ShoalError:
+def _blame(error: ShoalError, target: Runner) -> ShoalError:
     """Returns the error with the user's name of the model, if the model is at fault."""
     if not isinstance(error, BadLogits):
         return error

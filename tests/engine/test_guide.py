@@ -49,7 +49,7 @@ from shoal.engine.guide import Guide
 from shoal.errors import BadLogits, InternalError, RequestError, UnsupportedModel
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
-from shoal.sampling.guidance import guided
+from shoal.sampling.guidance import apply_guidance
 from shoal.testing import VOCABULARY, tiny_model
 from shoal.testing.scripted import runner, scripted, table_model
 from shoal.types.requests import Request, Row
@@ -66,7 +66,7 @@ def of_tables(p: Tensor, g: Tensor, guidance: float, plausibility: float, e: Ten
     own, said, expert = (None if one is None else one.log().view(len(p), -1, p.shape[-1]) for one in (p, g, e))
     assert own is not None
     assert said is not None
-    return guided(own, said, sampling, expert).view_as(p).softmax(-1)
+    return apply_guidance(own, said, sampling, expert).view_as(p).softmax(-1)
 
 
 @pytest.mark.parametrize(("guidance", "plausibility"), SETTINGS)
@@ -85,15 +85,15 @@ def test_the_transform_is_that_of_probabilities(guidance: float, plausibility: f
 def test_other_rows_keep_their_logits_and_missing_ids_are_impossible() -> None:
     logits, said = torch.randn(3, 2, 6), torch.randn(2, 2, 4)
     off, on = Sampling(), Sampling(guidance=2.0)
-    found = guided(logits, said, [on, off, on])
+    found = apply_guidance(logits, said, [on, off, on])
     assert torch.equal(found[1], logits[1])
     assert bool((found[[0, 2]][..., 4:] == -torch.inf).all())
     assert bool(found[[0, 2]][..., :4].isfinite().all())
     more = torch.cat([torch.randn(2, 2, 6), torch.full((2, 2, 3), 50.0)], dim=-1)
     assert torch.allclose(
-        guided(logits, more, [on, off, on])[0], guided(logits[:1], more[:1, :, :6], [on])[0], atol=1e-5
+        apply_guidance(logits, more, [on, off, on])[0], apply_guidance(logits[:1], more[:1, :, :6], [on])[0], atol=1e-5
     )  # ids that the target lacks do not count
-    away = guided(logits[:1], torch.randn(1, 2, 6), [Sampling(guidance=-1.0)], said[:1])
+    away = apply_guidance(logits[:1], torch.randn(1, 2, 6), [Sampling(guidance=-1.0)], said[:1])
     assert bool((away[..., 4:] == -torch.inf).all())  # what the expert excludes, although it is led away from
 
 
@@ -101,7 +101,7 @@ def test_not_a_number_leaves_no_finite_score() -> None:
     for place in (0, 1, 2):
         all_ = [torch.randn(1, 1, 5) for _ in range(3)]
         all_[place][0, 0, 2] = torch.nan
-        found = guided(all_[0], all_[1], [Sampling(guidance=1.0, plausibility=0.5)], all_[2])
+        found = apply_guidance(all_[0], all_[1], [Sampling(guidance=1.0, plausibility=0.5)], all_[2])
         assert not bool(found.isfinite().any())
         assert not found.amax().isfinite()
 
@@ -415,7 +415,7 @@ def of_its_neighbour(self: Guide, rows: Sequence[Row], block: Any) -> Tensor | N
 
 
 def cut_by_the_guide(logits: Tensor, said: Tensor, samplings: Sequence[Sampling], *_: None) -> Tensor:
-    found = guided(logits, said, [replace(one, plausibility=0.0) for one in samplings])
+    found = apply_guidance(logits, said, [replace(one, plausibility=0.0) for one in samplings])
     own = [b for b, one in enumerate(samplings) if one.guidance]
     for place, b in enumerate(own):
         g = said[place].softmax(-1)
@@ -424,7 +424,7 @@ def cut_by_the_guide(logits: Tensor, said: Tensor, samplings: Sequence[Sampling]
 
 
 def after_temperature(logits: Tensor, said: Tensor, samplings: Sequence[Sampling], *_: None) -> Tensor:
-    return guided(logits / samplings[0].temperature, said, samplings) * samplings[0].temperature
+    return apply_guidance(logits / samplings[0].temperature, said, samplings) * samplings[0].temperature
 
 
 def of_all_columns(self: Guide, rows: Sequence[Row], columns: Sequence[Sequence[int]], faults: Any) -> None:

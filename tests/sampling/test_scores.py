@@ -119,13 +119,13 @@ def late(scores: Tensor, positions: Positions, faults: Faults) -> Tensor:
     return real(scores, replace(positions, drafts=drafts), faults)
 
 
-real = controls.all_controlled
+real = controls.control_all
 
 
 @needs_kernels
 @pytest.mark.parametrize("wrong", [late, lambda scores, *_: scores], ids=["a column late", "no controls"])
 def test_wrong_controls_of_the_kernel_are_noticed(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controls, "all_controlled", wrong)
+    monkeypatch.setattr(controls, "control_all", wrong)
     found = [decided(seed, BATCHES["history"], "rejection") for seed in range(20)]
     monkeypatch.undo()
     by_tensors(monkeypatch)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RequestError
-from shoal.sampling.controls import all_controlled
+from shoal.sampling.controls import control_all
 from shoal.sampling.distributions import Scores
 from shoal.sampling.drawing import Following, Phantoms, awrs, draw
 from shoal.sampling.uniforms import Purpose, uniforms
@@ -172,7 +172,7 @@ def _draw_passing_token(
         )
     if token is None:
         own = scores.of_row(b)
-        token = _by_score(all_controlled(own.logits, own.positions, {})[0, column], passes)
+        token = _by_score(control_all(own.logits, own.positions, {})[0, column], passes)
     if token is None:
         names = ", ".join(type(check).__name__ for check, _ in states)
         error = RequestError(

@@ -32,7 +32,7 @@ from shoal.models.runner import Runner
 from shoal.sampling.acceptance import Rule
 from shoal.sampling.distributions import Scores
 from shoal.sampling.drawing import finite
-from shoal.sampling.guidance import ClassOdds, guided
+from shoal.sampling.guidance import ClassOdds, apply_guidance
 from shoal.sampling.uniforms import UniformsAhead
 from shoal.types.requests import Row
 from shoal.types.rounds import Commit, PrefillChunk
@@ -275,7 +275,7 @@ def verify(
         samplings = [row.request.sampling for row in rows]
         if any(one.posterior for one in samplings):
             odds = ClassOdds(rows, tree)
-        own = guided(own, guiding[0], samplings, guiding[1] if guiding[1:] else None, odds)
+        own = apply_guidance(own, guiding[0], samplings, guiding[1] if guiding[1:] else None, odds)
     scores = scores_of(target, rows, tree, own)
     columns = None if tree.probes is None else logits
     scores = replace(scores, hidden=target.hidden, columns=columns, odds=odds)

@@ -57,8 +57,8 @@ def _key(s: Sampling) -> tuple[Any, ...]:
     return _numbers(s), bias, words, tuple(map(id, s.processors))
 
 
-def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
-    """Computes `controlled` for rows of any settings, [rows, q, vocab].
+def control_all(logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
+    """Computes `control` for rows of any settings, [rows, q, vocab].
 
     Returns the logits themselves if no control changes them.
     """
@@ -67,12 +67,12 @@ def all_controlled(logits: Tensor, positions: Positions, faults: Faults | None) 
     allowed = masks.allowed(positions, logits)
     rows = groups(positions.rows)
     if len(rows) == 1:
-        return controlled(logits, rows[0][0], positions, allowed, faults)
+        return control(logits, rows[0][0], positions, allowed, faults)
     scores = torch.empty(logits.shape, dtype=width(logits), device=logits.device)
     for sampling, members in rows:
         index = torch.tensor(members, device=logits.device)
         mask = None if allowed is None else allowed[index]
-        scores[index] = controlled(
+        scores[index] = control(
             logits[index], sampling, positions.of_rows(members), mask, faults
         ).to(scores.dtype)
     return scores
@@ -86,7 +86,7 @@ def change(rows: Sequence[Row]) -> bool:
     )
 
 
-def controlled(
+def control(
     logits: Tensor,
     sampling: Sampling,
     positions: Positions,
@@ -116,7 +116,7 @@ def controlled(
 def unbound(
     logits: Tensor, sampling: Sampling, positions: Positions, faults: Faults | None
 ) -> Tensor:
-    """Computes `controlled` without constraints and estimates, always as a copy."""
+    """Computes `control` without constraints and estimates, always as a copy."""
     scores = logits.to(width(logits), copy=True, memory_format=torch.contiguous_format)
     penalties.bias_and_penalise(scores, sampling, positions)
     if sampling.processors:

@@ -24,7 +24,7 @@ from shoal.config import Sampling
 from shoal.constraints import masks
 from shoal.errors import ShoalError
 from shoal.sampling import controls, native_draws, truncation
-from shoal.sampling.controls import all_controlled, controlled, groups, possible, report, width
+from shoal.sampling.controls import control, control_all, groups, possible, report, width
 from shoal.sampling.drawing import exponential_race, finite, highest, inverse_transform
 from shoal.sampling.guidance import ClassOdds
 from shoal.types.rounds import Faults
@@ -105,7 +105,7 @@ def draws(
     wanted = _Wanted(sampler, faults, want_p, want_highest)
     if not (wanted.by_kernels and native_draws.takes(logits, samplings)):
         return _by_torch(logits, positions, uniforms, wanted)
-    scores = all_controlled(logits, positions, faults)
+    scores = control_all(logits, positions, faults)
     return _by_kernels(scores, samplings, logits, positions, uniforms, wanted)
 
 
@@ -223,7 +223,7 @@ def _of_group(
 ) -> Draws:
     """Computes `draws` of rows with the same `Sampling` except seed and grammar."""
     faults, sampler = wanted.faults, wanted.sampler
-    scores = controlled(logits, sampling, positions, allowed, faults)
+    scores = control(logits, sampling, positions, allowed, faults)
     if wanted.by_kernels and native_draws.takes(scores, [sampling]):
         # The bits of these rows must not depend on the settings of other rows.
         return _by_kernels(scores, [sampling], logits, positions, uniforms, wanted)
@@ -375,7 +375,7 @@ def by_kernel(
     if tree.branches or sampler not in RACES or not native_draws.takes(scores.logits, samplings):
         return None
     faults: Faults = {}
-    logits = controls.all_controlled(scores.logits, scores.positions, faults)
+    logits = controls.control_all(scores.logits, scores.positions, faults)
     race = RACES[sampler]
     decision = native_draws.verify(
         logits, samplings, tree, uniforms, race=race, rejection=rejection

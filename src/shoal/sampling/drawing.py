@@ -163,7 +163,7 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         The first index whose cumulative weight exceeds u times the total; its weight is never zero.
     """
-    return _drawn(weights, uniforms[:, None]).squeeze(1)
+    return _draw_tokens(weights, uniforms[:, None]).squeeze(1)
 
 
 def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
     return draw(weights, uniforms[:, 0])
 
 
-def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
+def _draw_tokens(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Computes `draw` by uniforms [rows, 1]; the tokens are [rows, 1] int64."""
     # One unit below 1 the product may round up to the total.
     share = uniforms.clamp(max=1 - 2.0**-52)
@@ -264,7 +264,7 @@ def exponential_race(weights: Tensor, uniforms: Tensor) -> Tensor:
     bucket = (speed / uniforms[:, 1:]).argmax(dim=-1, keepdim=True)
     ids = bucket + torch.arange(0, vocab, buckets, device=weights.device)
     return (
-        ids.gather(1, _drawn(padded.gather(1, ids), uniforms[:, :1]))
+        ids.gather(1, _draw_tokens(padded.gather(1, ids), uniforms[:, :1]))
         .squeeze(1)
         .clamp_(max=vocab - 1)
     )

@@ -93,7 +93,7 @@ class ClassOdds:
             row.class_odds = self._before[row][column] + float(self._lead[place, column, token])
 
 
-def guided(
+def apply_guidance(
     logits: Tensor,
     guide: Tensor,
     samplings: Sequence[Sampling],

@@ -109,7 +109,7 @@ def draw(
     highest = torch.empty(rows, columns) if want_highest else None
     block, held = block_of(scores, settings_of(samplings), uniforms, race)
     work = DrawsStruct(block, tokens.data_ptr(), probs.data_ptr(), _address(highest), _address(p))
-    impossible = _done(library().draw(ctypes.byref(work)))
+    impossible = _require_memory(library().draw(ctypes.byref(work)))
     del held  # the block has the addresses of these tensors
     return Drawn(tokens, probs, highest, p, impossible)
 
@@ -152,7 +152,7 @@ def verify(
         chosen=probs.data_ptr(),
         logprobs=logprobs.data_ptr(),
     )
-    impossible = _done(library().verify(ctypes.byref(work)))
+    impossible = _require_memory(library().verify(ctypes.byref(work)))
     del held
     return Verified(accepted, token, probs, logprobs, impossible)
 
@@ -221,7 +221,7 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _done(impossible: int) -> int:
+def _require_memory(impossible: int) -> int:
     if impossible < 0:
         raise MemoryError("no memory for the scores of a position")
     return impossible

@@ -110,10 +110,10 @@ def _ints(values: Sequence[int], device: torch.device) -> Tensor:
 
     This way is several times faster than torch.tensor of a list.
     """
-    return _joined([array("q", values)], device)
+    return _join([array("q", values)], device)
 
 
-def _joined(parts: Sequence[array[int]], device: torch.device) -> Tensor:
+def _join(parts: Sequence[array[int]], device: torch.device) -> Tensor:
     """Joins parts to a tensor int64 [total length].
 
     The parts are copied: they may grow while the tensor lives.
@@ -155,8 +155,8 @@ def _committed_counts(scores: Tensor, committed: Sequence[TokenCounts]) -> tuple
     The indices are flat, into scores [rows, q, vocab].
     """
     (n, q, vocab), device = scores.shape, scores.device
-    ids = _joined([counts.ids for counts in committed], device)
-    count = _joined([counts.counts for counts in committed], device)
+    ids = _join([counts.ids for counts in committed], device)
+    count = _join([counts.counts for counts in committed], device)
     sizes = _ints([len(counts.ids) for counts in committed], device)
     row = torch.arange(n, device=device).repeat_interleave(sizes, output_size=len(ids))
     # An embedding may be larger than the output layer: such ids have no score to change.

@@ -73,11 +73,11 @@ def require_pure(
     if not processors:
         return
     require_stateless(processors)
-    copies = [_copied(processor) for processor in processors]
+    copies = [_copy(processor) for processor in processors]
     ids = torch.tensor([list(prompt_ids)], device=device)
     scores = torch.arange(vocab, device=device).mul(0.618034).remainder(1.0).mul(4.0)[None]
     first = _outputs(copies, ids, scores)
-    _outputs(copies, _continued(ids, first[-1], eos), scores.flip(-1))
+    _outputs(copies, _append_best(ids, first[-1], eos), scores.flip(-1))
     for processor, before, after in zip(
         processors, first, _outputs(copies, ids, scores), strict=True
     ):
@@ -98,7 +98,7 @@ def _refusal(processor: Any) -> RequestError:
     )
 
 
-def _copied(processor: Any) -> Any:
+def _copy(processor: Any) -> Any:
     try:
         return copy.deepcopy(processor)
     except Exception:  # a lock, a generator or a handle in it may raise any error
@@ -132,7 +132,7 @@ def _outputs(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> list[Ten
     return outputs
 
 
-def _continued(ids: Tensor, scores: Tensor, eos: Collection[int]) -> Tensor:
+def _append_best(ids: Tensor, scores: Tensor, eos: Collection[int]) -> Tensor:
     """Returns the ids and the best token that may follow them.
 
     Returns the ids themselves if only an EOS may follow.
@@ -250,7 +250,7 @@ class GrammarRepetitionPenalty:
     def repetitions(self, tokens: Sequence[int]) -> list[Repetition]:
         """Returns the repetitions of tokens and of structure at the end, at most one each."""
         found = []
-        length, times = repeated(tokens)
+        length, times = repetition(tokens)
         if times:
             found.append(Repetition(tokens[-length], times, False))
         structure = self._structure(tokens)
@@ -269,7 +269,7 @@ class GrammarRepetitionPenalty:
         if rest.strip():
             return None
         lines = [line for line in _lines(whole) if line.types]
-        length, times = repeated([line.types for line in lines])
+        length, times = repetition([line.types for line in lines])
         if not times:
             return None
         first = lines[-length]
@@ -319,7 +319,7 @@ def types_of(line: bytes) -> tuple[bytes, ...]:
     return tuple(types)
 
 
-def repeated(items: Sequence[Any]) -> tuple[int, int]:
+def repetition(items: Sequence[Any]) -> tuple[int, int]:
     """Returns the shortest L for which the last L items are the L before them.
 
     Also returns the number of times that these are repeated; (0, 0) if there is no such L.

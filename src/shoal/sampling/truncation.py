@@ -187,7 +187,7 @@ def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
     Equal scores are taken with the lower id first. Other tokens get 0.
     """
     limit, taken = last_needed(
-        scores, probs, top_p, scores.amax(-1, keepdim=True) + _never_needed(probs, top_p)
+        scores, probs, top_p, scores.amax(-1, keepdim=True) + _needed_distance(probs, top_p)
     )
     kept = weights_from(scores, limit, probs)
     ties = torch.eq(scores, limit, out=torch.empty_like(scores))
@@ -198,7 +198,7 @@ def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
     return kept.div_(row_sums(kept).to(kept.dtype))
 
 
-def _never_needed(probs: Tensor, mass: float) -> Tensor:
+def _needed_distance(probs: Tensor, mass: float) -> Tensor:
     """Returns a distance of logarithms [n, 1] beyond which tokens are never needed.
 
     All tokens that are so much less probable than the first hold less than 1 - mass together.
@@ -219,7 +219,7 @@ def _typical(probs: Tensor, mass: float, width: int) -> Tensor:
         # Improbable tokens are the farthest from the entropy, except tokens whose surprise is
         # below it.
         far = torch.maximum(
-            -_never_needed(some, mass) - some.amax(-1, keepdim=True).log() - own, own
+            -_needed_distance(some, mass) - some.amax(-1, keepdim=True).log() - own, own
         )
         limit.index_copy_(0, rows, last_needed(nearness.index_select(0, rows), some, mass, -far)[0])
     return _kept_typical(probs, nearness, limit)

@@ -150,7 +150,8 @@ def exact_match(tree: DraftTree, samples: Tensor, probs: Tensor) -> Verdict:
         accepted = accepted_lengths(samples[:, : tree.m] == tree.tokens, tree.lengths)
         return Verdict(accepted, samples.gather(1, accepted[:, None]).squeeze(1), probs)
     paths = [
-        _followed(*row) for row in zip(tree.drafts, tree.parents, samples.tolist(), strict=True)
+        _agreeing_path(*row)
+        for row in zip(tree.drafts, tree.parents, samples.tolist(), strict=True)
     ]
     longest = max(map(len, paths))
     path = torch.tensor(
@@ -165,7 +166,9 @@ def exact_match(tree: DraftTree, samples: Tensor, probs: Tensor) -> Verdict:
     return Verdict(accepted, samples.gather(1, last[:, None]).squeeze(1), along, path)
 
 
-def _followed(tokens: Sequence[int], parents: Sequence[int], samples: Sequence[int]) -> list[int]:
+def _agreeing_path(
+    tokens: Sequence[int], parents: Sequence[int], samples: Sequence[int]
+) -> list[int]:
     """Returns the path from the root on which every node is the target's token after its parent.
 
     Of siblings with the same token the first is taken, whatever the target drew after them: a

@@ -54,7 +54,7 @@ def walk(
         columns = [paths[b][-1] + 1 if paths[b] else 0 for b in active]
         rows = torch.tensor(active, device=p.device)
         p_here = p[rows, torch.tensor(columns, device=p.device)]
-        chosen, rest = _chosen(
+        chosen, rest = _choose(
             tree,
             siblings,
             active,
@@ -82,7 +82,7 @@ def walk(
     return _verdict(paths, token, prob, probs)
 
 
-def _chosen(
+def _choose(
     tree: DraftTree,
     siblings: Siblings,
     rows: Sequence[int],

@@ -30,7 +30,7 @@ import shoal
 from provenance import require_place, write_results
 from shoal.bench.machine import machine
 from shoal.config import Grammar
-from shoal.constraints.dressing import EXACT, weighed
+from shoal.constraints.dressing import EXACT, add_weights
 from shoal.constraints.estimates import PrefixNode
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.lookahead.controller import Fixed
@@ -89,7 +89,7 @@ def toy(seeds: int, counts: Sequence[int], batch: int) -> list[float]:
         for place, count in enumerate(counts):
             if count > ended:
                 sampling, limits = shoal.Sampling(seed=1000 * seed + count), shoal.Limits(max_new_tokens=5, eos=())
-                engine.submit(weighed(Request(PROMPT, count - ended, sampling, limits, constraints=constraint), "asap"))
+                engine.submit(add_weights(Request(PROMPT, count - ended, sampling, limits, constraints=constraint), "asap"))
                 while engine.step():
                     pass
                 ended = count
@@ -109,7 +109,7 @@ def lists(pair: shoal.Shoal, exact: str, repeats: int, title: str) -> list[tuple
         prompt = tuple(pair.tokenizer("values = [1, 2, ")["input_ids"])
         for turn in range(STAGES[-1][1]):
             asked = Request(prompt, 8, sampling, shoal.Limits(max_new_tokens=20), occurrence=turn)
-            rows = engine.submit(weighed(asked, exact))
+            rows = engine.submit(add_weights(asked, exact))
             while engine.step():
                 pass
             logs = [row.log_weight for row in rows]

@@ -23,7 +23,7 @@ from enumeration import chi_square
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import masks
-from shoal.constraints.alignment import Alignment, AlignmentVocabulary, aligned, vocabulary_of
+from shoal.constraints.alignment import Alignment, AlignmentVocabulary, align_request, vocabulary_of
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter
 from shoal.drafting.shapes import RsdS, Shape
@@ -337,7 +337,7 @@ def test_stop_strings_are_looked_for_in_new_text_alone() -> None:
 
 
 def removed(prompt: str) -> tuple[int, ...]:
-    return aligned(Request(tuple(TOKENIZER.encode(prompt))), TOKENIZER).removed
+    return align_request(Request(tuple(TOKENIZER.encode(prompt))), TOKENIZER).removed
 
 
 def test_logprobs_and_ids_include_the_tokens_that_heal() -> None:
@@ -375,6 +375,6 @@ def test_the_back_off_ends_at_special_tokens_and_leaves_one() -> None:
     end = TOKENIZER.eos_token_id
     a, b = TOKENIZER.encode("a"), TOKENIZER.encode("b")
     for ids, expected in (([*a], 0), ([*a, *b], 1), ([end, *a], 1), ([*a, end], 0), ([*a, *b, *a, *b, *a], 3)):
-        assert len(aligned(Request(tuple(ids)), TOKENIZER).removed) == expected
-    suffix = aligned(Request((*a, *b, *a, end, *b)), TOKENIZER, at=3)
+        assert len(align_request(Request(tuple(ids)), TOKENIZER).removed) == expected
+    suffix = align_request(Request((*a, *b, *a, end, *b)), TOKENIZER, at=3)
     assert (suffix.prompt_ids, suffix.removed) == ((*a, end, *b), (*b, *a))

@@ -20,7 +20,7 @@ import shoal
 from enumeration import chi_square
 from particles import EOS, NEW, PROMPT, ROWS, SCRIPT, Asked, Masked, V, by_script, deviation
 from shoal.config import Grammar, Limits, Sampling
-from shoal.constraints.dressing import weighed
+from shoal.constraints.dressing import add_weights
 from shoal.constraints.estimates import DrawnValues, Estimates, PrefixNode, log_weights
 from shoal.engine.engine import Engine
 from shoal.errors import RequestError
@@ -40,7 +40,7 @@ MASKED = Masked()  # one object: constraints without equality are compared by id
 
 def request(seed: int, exact: str = "asap", rows: int = ROWS, owner: str = "", new: int = NEW) -> Request:
     asked = Request(PROMPT, rows, Sampling(seed=seed), Limits(max_new_tokens=new), constraints=(MASKED,), owner=owner)
-    return weighed(asked, exact)
+    return add_weights(asked, exact)
 
 
 def engine(k: int = 0, rule: Rule | None = None, max_batch: int = 240) -> Engine:

@@ -15,17 +15,17 @@ from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import masks
 from shoal.constraints.alignment import Alignment, AlignmentVocabulary, back_off, vocabulary_of
 from shoal.constraints.compiler import Grammars, grammars_of
-from shoal.constraints.dressing import EXACT, weighed
+from shoal.constraints.dressing import EXACT, add_weights
 from shoal.constraints.estimates import DrawnValues, Estimates, weigh
 from shoal.constraints.filters import containing, matching, only_words, without
 from shoal.constraints.fim import MiddlePrompt, middle_prompt, nearest
 from shoal.constraints.grammar import GrammarConstraint, TextState
-from shoal.constraints.json_schemas import ESCAPES, WHITESPACE, numbers, prepared
+from shoal.constraints.json_schemas import ESCAPES, WHITESPACE, numbers, prepare
 from shoal.constraints.masks import Failed
 from shoal.constraints.members import Members
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.constraints.schema_checks import with_orders
-from shoal.constraints.schema_proofs import Proofs, resolved
+from shoal.constraints.schema_proofs import Proofs, resolve
 from shoal.constraints.syntax import Syntax, with_syntax
 from shoal.constraints.syntax.python import end_places
 from shoal.constraints.token_bytes import byte_letters, byte_level, sentence_piece
@@ -71,11 +71,11 @@ class Says(Constraint[int]):
 def test_every_end_of_a_row_is_masked_as_the_end() -> None:
     for ends in (True, False):
         row = row_of([Says([True, False, not ends, not ends], ends)], eos=[3, 2])
-        allowed = masks.allowed(Positions([row], [[]]), torch.zeros(1, 1, 4))
+        allowed = masks.allowed_tokens(Positions([row], [[]]), torch.zeros(1, 1, 4))
         assert allowed is not None
         assert allowed[0, 0].tolist() == [True, False, ends, ends]
     rows = [row_of([Says([False] * 4, True)], eos=[end]) for end in (3, 1)]
-    allowed = masks.allowed(Positions(rows, [[], []]), torch.zeros(2, 1, 4))
+    allowed = masks.allowed_tokens(Positions(rows, [[], []]), torch.zeros(2, 1, 4))
     assert allowed is not None
     assert allowed[:, 0].nonzero().tolist() == [[0, 3], [1, 1]]  # each its own
 
@@ -93,13 +93,13 @@ def test_a_conjunction_ends_where_all_end() -> None:
 
 def test_what_is_under_a_constraint_ends_with_an_end() -> None:
     row = row_of([Says([True] * 4, True)], eos=[3])
-    assert [masks.bound(row, block) for block in ([], [0, 1], [0, 3, 1], [3])] == [0, 2, 2, 1]
-    assert masks.bound(row_of(), [0, 1]) == 0
+    assert [masks.bound_tokens(row, block) for block in ([], [0, 1], [0, 3, 1], [3])] == [0, 2, 2, 1]
+    assert masks.bound_tokens(row_of(), [0, 1]) == 0
 
 
 def test_a_mask_of_numbers_is_a_fault_of_its_rows() -> None:
     row = row_of([Says([True, True], True, torch.int64)])
-    allowed = masks.allowed(Positions([row], [[]]), torch.zeros(1, 1, 2))
+    allowed = masks.allowed_tokens(Positions([row], [[]]), torch.zeros(1, 1, 2))
     assert allowed is not None
     assert not allowed.any()
     assert "dtype torch.bool, got (1, 2) and torch.int64" in masks.why(Positions([row], [[]]), 0, 0, 2)
@@ -141,7 +141,7 @@ def test_which_tokens_agree_with_bytes(spelled: list[bytes | None]) -> None:
     vocabulary = AlignmentVocabulary(spelled)
     for remainder in (b"a", b"ab", b"abc", b"abcd", b"b", b"c", b"\xff", b"\xff\xff", b"\xfe", b"\xfe\xff", b"ab\0"):
         expected = [bool(own) and (own.startswith(remainder) or remainder.startswith(own)) for own in spelled]
-        assert vocabulary.uncached(remainder).tolist() == expected, remainder
+        assert vocabulary.compute_allowed(remainder).tolist() == expected, remainder
         assert vocabulary.allowed(remainder) is vocabulary.allowed(remainder)
 
 
@@ -169,7 +169,7 @@ def test_digits_of_numbers(text: str, fits: bool) -> None:
 
 
 def schema(given: Any, whitespace: str = "bounded") -> Any:
-    return json.loads(prepared(json.dumps(given), whitespace)[0])
+    return json.loads(prepare(json.dumps(given), whitespace)[0])
 
 
 def test_bounds_of_formats_leave_what_else_is_said() -> None:
@@ -199,15 +199,15 @@ def test_blanks_of_json() -> None:
     pattern = WHITESPACE["bounded"]["whitespace_pattern"]
     assert all(re.fullmatch(pattern, blanks) for blanks in (" ", "\n", "\n" + " " * 20, "\n\t"))
     assert not any(re.fullmatch(pattern, blanks) for blanks in ("", "  ", "\n" + " " * 21, "\n\n", "\t"))
-    assert [prepared("{}", name)[1] for name in ("bounded", "compact", "any")] == [
+    assert [prepare("{}", name)[1] for name in ("bounded", "compact", "any")] == [
         ESCAPES | WHITESPACE["bounded"],
         ESCAPES | {"whitespace_flexible": False},
         ESCAPES,
     ]
-    assert prepared('{"x-guidance": {"whitespace_flexible": true}}', "compact")[1] == ESCAPES
-    assert prepared("true", "compact") == ("{}", ESCAPES | {"whitespace_flexible": False})
+    assert prepare('{"x-guidance": {"whitespace_flexible": true}}', "compact")[1] == ESCAPES
+    assert prepare("true", "compact") == ("{}", ESCAPES | {"whitespace_flexible": False})
     with pytest.raises(RequestError, match="no JSON"):
-        prepared("no json", "compact")
+        prepare("no json", "compact")
 
 
 @pytest.mark.parametrize(("schemas", "proved"), [
@@ -247,8 +247,8 @@ def test_what_no_value_fits(schemas: list[Any], proved: bool) -> None:
 def test_pointers_are_unescaped_in_their_order() -> None:
     root = {"$defs": {"~1": "tilde", "/": "slash", "a b": "blank", "x": {"y": "deep"}}}
     places = ("~01", "~1", "a%20b", "x/y", "none", "x/y/z")
-    assert [resolved(root, f"#/$defs/{place}") for place in places] == ["tilde", "slash", "blank", "deep", True, True]
-    assert resolved(root, "other#/$defs/x") is True
+    assert [resolve(root, f"#/$defs/{place}") for place in places] == ["tilde", "slash", "blank", "deep", True, True]
+    assert resolve(root, "other#/$defs/x") is True
 
 
 def test_unique_items_by_their_orders() -> None:
@@ -372,35 +372,35 @@ class Check:
 )
 def test_what_is_cut_is_not_weighed(cut: dict[str, Any]) -> None:
     masked, free = Request((1,), constraints=(Says([True], True),)), Request((1,))
-    assert weighed(masked).weighted
+    assert add_weights(masked).weighted
     for request, aligned in ((masked, False), (free, True)):
         with pytest.raises(RequestError, match="leave out top_k"):
-            weighed(Request((1,), sampling=Sampling(**cut), constraints=request.constraints), aligned=aligned)
+            add_weights(Request((1,), sampling=Sampling(**cut), constraints=request.constraints), aligned=aligned)
     checked = Request((1,), sampling=Sampling(**cut), constraints=(Check(),))
     if "temperature" in cut:
         with pytest.raises(RequestError, match="temperature=0"):
-            weighed(checked)
+            add_weights(checked)
     else:
-        assert weighed(checked).weighted  # the check comes after all other controls
+        assert add_weights(checked).weighted  # the check comes after all other controls
 
 
 def test_which_weights_go_with_what() -> None:
     masked = Request((1,), 2, constraints=(Says([True], True),))
-    found = [weighed(masked, exact) for exact in EXACT]
+    found = [add_weights(masked, exact) for exact in EXACT]
     assert all(one.weighted for one in found)
     assert [one.resampled for one in found] == ["smc" in exact for exact in EXACT]
     assert [one.estimated for one in found] == ["asap" in exact for exact in EXACT]
     assert [one.distinct for one in found] == [exact == "distinct" for exact in EXACT]
-    assert weighed(Request((1,), 1), "distinct").distinct  # also where nothing limits texts
+    assert add_weights(Request((1,), 1), "distinct").distinct  # also where nothing limits texts
     with pytest.raises(RequestError, match="n >= 2"):
-        weighed(Request((1,), 1, constraints=masked.constraints), "smc")
+        add_weights(Request((1,), 1, constraints=masked.constraints), "smc")
     with pytest.raises(RequestError, match="needs align"):
-        weighed(Request((1,), 2))
+        add_weights(Request((1,), 2))
     for exact in ("asap", "distinct"):
         with pytest.raises(RequestError, match="checks of single tokens have none"):
-            weighed(Request((1,), 2, constraints=(Check(),)), exact)
+            add_weights(Request((1,), 2, constraints=(Check(),)), exact)
     with pytest.raises(RequestError, match="leave out top_k"):
-        weighed(Request((1,), 2, Sampling(top_p=0.9)), "distinct")
+        add_weights(Request((1,), 2, Sampling(top_p=0.9)), "distinct")
 
 
 def test_estimates_multiply_probabilities_at_any_temperature() -> None:

@@ -101,7 +101,7 @@ def row_of(name: str) -> Row:
 @cache
 def of_text(name: str, new: tuple[int, ...]) -> Tensor:
     """What may follow new tokens, [vocab], by a row of its own that follows them as a chain."""
-    mask = masks.allowed(Positions([row_of(name)], [new]), torch.empty(1, len(new) + 1, VOCABULARY))
+    mask = masks.allowed_tokens(Positions([row_of(name)], [new]), torch.empty(1, len(new) + 1, VOCABULARY))
     return torch.ones(VOCABULARY, dtype=torch.bool) if mask is None else mask[0, -1]
 
 
@@ -124,7 +124,7 @@ def differing(rows: dict[str, Row], trees: dict[str, tuple[list[int], list[int]]
     """Columns whose mask is not that of their path alone; padding and what follows an EOS must have no possible token."""
     tree = DraftTree.of([trees[name][0] for name in rows], [trees[name][1] for name in rows])
     positions = Positions.of(list(rows.values()), tree)
-    mask = masks.allowed(positions, torch.empty(len(rows), tree.m + 1, VOCABULARY))
+    mask = masks.allowed_tokens(positions, torch.empty(len(rows), tree.m + 1, VOCABULARY))
     assert mask is not None
     count = 0
     for b, (name, row) in enumerate(rows.items()):
@@ -201,18 +201,18 @@ def test_a_mask_that_takes_too_long_fails_its_branch_alone(monkeypatch: pytest.M
 
     row, like = row_of("regex"), torch.empty(1, 5, VOCABULARY)
     positions = Positions([row], [encode("abdc")], [[-1, 0, 0, 1]])  # a, ab, ad, abc
-    whole = masks.allowed(positions, like)
+    whole = masks.allowed_tokens(positions, like)
     monkeypatch.setattr(grammar, "_processor_time", lambda: used[0])
     with monkeypatch.context() as patch:
         patch.setattr(Track, "at", spends)
-        cut = masks.allowed(positions, like)
+        cut = masks.allowed_tokens(positions, like)
         reasons = [masks.why(positions, 0, column, VOCABULARY) for column in range(5)]
     assert whole is not None
     assert cut is not None
     assert [bool(part.any()) for part in cut[0]] == [True, True, False, True, False]
     assert torch.equal(cut[0, [0, 1, 3]], whole[0, [0, 1, 3]])
     assert ["a mask took more than 0.05 s" in reason for reason in reasons] == [False, False, True, False, True]
-    again = masks.allowed(positions, like)
+    again = masks.allowed_tokens(positions, like)
     assert again is not None
     assert torch.equal(again, whole)
     assert not any(masks.why(positions, 0, column, VOCABULARY) for column in range(5))
@@ -223,7 +223,7 @@ def test_a_mask_that_takes_too_long_fails_its_branch_alone(monkeypatch: pytest.M
 
 def caught(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, sabotage: Any) -> int:
     """Columns that differ once something is broken for trees only: what they are compared with is not."""
-    whole, real = masks.allowed, getattr(owner, name)
+    whole, real = masks.allowed_tokens, getattr(owner, name)
 
     def allowed(positions: Positions, like: Tensor) -> Tensor | None:
         with monkeypatch.context() as patch:
@@ -232,7 +232,7 @@ def caught(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, sabotage: Any
             return whole(positions, like)
 
     with monkeypatch.context() as patch:
-        patch.setattr(masks, "allowed", allowed)
+        patch.setattr(masks, "allowed_tokens", allowed)
         return sum(rounds(seed) for seed in range(3))
 
 
@@ -371,7 +371,7 @@ def test_rows_without_constraints_are_asked_nothing(monkeypatch: pytest.MonkeyPa
         GrammarConstraint, "mask", lambda self, states, *more: counts.append(len(states)) or real(self, states, *more)
     )
     tree = DraftTree.of([encode("ab"), encode("abc"), [], encode("a")], [[-1, -1], [-1, -1, 0], [], [-1]])
-    mask = masks.allowed(Positions.of(rows, tree), torch.empty(4, 4, VOCABULARY))
+    mask = masks.allowed_tokens(Positions.of(rows, tree), torch.empty(4, 4, VOCABULARY))
     assert mask is not None
     assert counts == [6]
     assert mask[::2].all()

@@ -267,7 +267,7 @@ def test_a_constraint_follows_any_history(asked: list[tuple[int, str]]) -> None:
         new, drafted = row.tokens[1:], encode(draft)
         matcher = llguidance.LLMatcher(ALPHABET, readable(WORDS))
         valid = matcher.validate_tokens([*new, *drafted]) == len(new) + len(drafted)
-        mask = masks.allowed(Positions([row], [drafted], first=len(drafted)), torch.empty(1, 1, VOCABULARY))
+        mask = masks.allowed_tokens(Positions([row], [drafted], first=len(drafted)), torch.empty(1, 1, VOCABULARY))
         assert mask is not None
         expected = possible(WORDS, [*new, *drafted]) if valid else torch.zeros(VOCABULARY, dtype=torch.bool)
         assert torch.equal(mask[0, 0], expected)
@@ -403,7 +403,7 @@ def test_rows_without_a_grammar_pay_nothing(monkeypatch: pytest.MonkeyPatch, wit
         raise AssertionError("called without a grammar")
 
     never_called = {
-        grammars: ("_filled", "_symbols", "Track", "TextState"), masks: ("_conjunction", "_states", "advance", "is_complete"),
+        grammars: ("_pack_masks", "_symbols", "Track", "TextState"), masks: ("_conjunction", "_states", "advance", "is_complete"),
         compiler: ("grammars_of", "Grammars"),
     }  # fmt: skip
     for module, names in never_called.items():
@@ -411,7 +411,7 @@ def test_rows_without_a_grammar_pay_nothing(monkeypatch: pytest.MonkeyPatch, wit
             monkeypatch.setattr(module, name, never)
     result = made().generate([PROMPT], n=2, seed=0, lookahead=3, max_new_tokens=9)
     assert result.stats.drafted > 0
-    assert masks.allowed(Positions([row_without()], [()]), torch.empty(1, 1, VOCABULARY)) is None
+    assert masks.allowed_tokens(Positions([row_without()], [()]), torch.empty(1, 1, VOCABULARY)) is None
 
 
 def row_without() -> Row:

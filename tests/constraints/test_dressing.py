@@ -42,12 +42,12 @@ def request(grammar: Grammar | None = None, constraints: tuple[Any, ...] = (), *
     ids=["no suffix", "an empty one", "suffix", "grammar", "filter", "another grammar"],
 )
 def test_the_default_of_align(suffix: str | None, own: Request, aligns: bool) -> None:
-    dressed = Dressing().applied(own, TOKENIZER, suffix)
+    dressed = Dressing().apply(own, TOKENIZER, suffix)
     assert bool(dressed.removed) is aligns
     assert (dressed.prompt_ids == own.prompt_ids) is not aligns
-    assert not Dressing(align=False).applied(own, TOKENIZER, suffix).removed
+    assert not Dressing(align=False).apply(own, TOKENIZER, suffix).removed
     if own.sampling.grammar is None and not own.constraints:
-        assert Dressing(align=True).applied(own, TOKENIZER, suffix).removed
+        assert Dressing(align=True).apply(own, TOKENIZER, suffix).removed
 
 
 class Named(Exception):
@@ -76,13 +76,13 @@ def naming(field: str) -> Iterator[None]:
 )
 def test_errors_name_their_field(dressing: Dressing, own: Request, field: str) -> None:
     with pytest.raises(Named, match=f"^{field}$"):
-        dressing.applied(own, TOKENIZER, naming=naming)
+        dressing.apply(own, TOKENIZER, naming=naming)
     with pytest.raises(RequestError):
-        dressing.applied(own, TOKENIZER)
+        dressing.apply(own, TOKENIZER)
 
 
 def test_weights_know_of_the_alignment() -> None:
     """Alignment alone limits tokens, so that there is something to weigh."""
-    assert Dressing(exact="smc").applied(request(), TOKENIZER, "y").resampled
+    assert Dressing(exact="smc").apply(request(), TOKENIZER, "y").resampled
     with pytest.raises(RequestError, match="needs align=True"):
-        Dressing(align=False, exact="smc").applied(request(), TOKENIZER, "y")
+        Dressing(align=False, exact="smc").apply(request(), TOKENIZER, "y")

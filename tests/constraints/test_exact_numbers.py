@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.config import Grammar
-from shoal.constraints.json_schemas import prepared
+from shoal.constraints.json_schemas import prepare
 from shoal.constraints.schema_checks import BOUNDS, EXACT, LARGEST, MOST_LEVELS, inward
 from shoal.errors import RequestError
 
@@ -114,7 +114,7 @@ AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required":
 )
 def test_no_key_spells_a_listed_one_by_escapes(text: str, taken: bool) -> None:
     llguidance = pytest.importorskip("llguidance")
-    schema, options = prepared(json.dumps(AGE), "bounded")
+    schema, options = prepare(json.dumps(AGE), "bounded")
     tokenizer = llguidance.LLTokenizer("byte")
     matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=options))
     tokens = tokenizer.tokenize_str(text)
@@ -137,6 +137,6 @@ def test_a_least_number_of_keys_cannot_be_had_by_one_key_twice(fields: dict[str,
     schema = json.dumps({"type": "object", **fields})
     if refused:
         with pytest.raises(RequestError, match="a key could come twice"):
-            prepared(schema, "bounded")
+            prepare(schema, "bounded")
     else:
-        assert json.loads(prepared(schema, "bounded")[0])["type"] == "object"
+        assert json.loads(prepare(schema, "bounded")[0])["type"] == "object"

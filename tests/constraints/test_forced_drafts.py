@@ -98,10 +98,10 @@ def enumerated() -> tuple[Tensor, Tensor, Tensor]:
     for depth in range(HORIZON):
         for places in itertools.product(range(3), repeat=depth):
             new = [LETTERS[place] for place in places]
-            if masks.forced(row_of([], compiled()), new, VOCABULARY)[0] < depth:
+            if masks.certain_tokens(row_of([], compiled()), new, VOCABULARY)[0] < depth:
                 continue
             row, last = row_of(new, compiled(), Guessing()), new[-1] if new else LETTERS[0]
-            token = masks.forced(row, [], VOCABULARY)[1][0]
+            token = masks.certain_tokens(row, [], VOCABULARY)[1][0]
             laws = (
                 table(0)[last] * possible(SMALL, new),
                 probabilities(table(0)[last].log()[None, None], Positions([row], [()]))[0, 0],
@@ -325,21 +325,21 @@ class Failing(Guessing):
 def test_what_all_constraints_let_follow_is_kept() -> None:
     """The longest run counts; EOS ids, and tokens that the model does not have, end it."""
     row = row_of([], Failing(), compiled(Grammar("regex", "abcde")))
-    assert masks.forced(row, [], VOCABULARY) == (0, encode("abcde"))
-    assert masks.forced(row, encode("abx"), VOCABULARY) == (2, encode("cde"))
-    assert masks.forced(row, [*encode("a"), END], VOCABULARY) == (1, encode("bcde"))
-    assert masks.forced(row, encode("abcde"), VOCABULARY) == (5, [])
-    assert masks.forced(row, [], encode("c")[0]) == (0, encode("ab"))
+    assert masks.certain_tokens(row, [], VOCABULARY) == (0, encode("abcde"))
+    assert masks.certain_tokens(row, encode("abx"), VOCABULARY) == (2, encode("cde"))
+    assert masks.certain_tokens(row, [*encode("a"), END], VOCABULARY) == (1, encode("bcde"))
+    assert masks.certain_tokens(row, encode("abcde"), VOCABULARY) == (5, [])
+    assert masks.certain_tokens(row, [], encode("c")[0]) == (0, encode("ab"))
     row.eos = frozenset(encode("d"))
-    assert masks.forced(row, [], VOCABULARY) == (0, encode("abc"))
-    assert masks.forced(row_of([], Guessing(), compiled(Grammar("regex", "xy"))), encode("xz"), VOCABULARY) == (
+    assert masks.certain_tokens(row, [], VOCABULARY) == (0, encode("abc"))
+    assert masks.certain_tokens(row_of([], Guessing(), compiled(Grammar("regex", "xy"))), encode("xz"), VOCABULARY) == (
         1,
         LETTERS[:2],
     )
     others = (compiled(Grammar("regex", text)) for text in ("abdefg", "abcde"))  # the first has one draft more
-    assert masks.forced(row_of([], *others), encode("abdx"), VOCABULARY) == (2, encode("defg"))
+    assert masks.certain_tokens(row_of([], *others), encode("abdx"), VOCABULARY) == (2, encode("defg"))
     lost = row_of(encode("x"), compiled(Grammar("regex", "abcde")))
-    assert masks.forced(lost, encode("a"), VOCABULARY) == (0, [])
+    assert masks.certain_tokens(lost, encode("a"), VOCABULARY) == (0, [])
 
 
 def test_a_text_is_over_where_all_constraints_let_it_end() -> None:
@@ -354,9 +354,9 @@ def test_forced_tokens_are_the_only_ones_that_the_mask_allows(bundled: Shoal) ->
     grammar = grammars_of(bundled.tokenizer, bundled.target.vocab_size).constraint(SCHEMA)
     row = Row(Request(PROMPT), 0, 0, 0, list(PROMPT), frozenset(bundled.eos), 99)
     masks.begin(row, [grammar])
-    kept, run = masks.forced(row, [], bundled.target.vocab_size)
+    kept, run = masks.certain_tokens(row, [], bundled.target.vocab_size)
     assert bundled.tokenizer.decode(run) == '{"name":"'
-    mask = masks.allowed(Positions([row], [run]), torch.empty(1, len(run) + 1, bundled.target.vocab_size))
+    mask = masks.allowed_tokens(Positions([row], [run]), torch.empty(1, len(run) + 1, bundled.target.vocab_size))
     assert mask is not None
     assert mask[0, :-1].sum(-1).tolist() == [1] * len(run)
     assert kept == 0 < len(run)

@@ -47,7 +47,9 @@ def row_of(grammar: Grammar) -> Row:
 
 def masks(grammar: Grammar, text: str) -> Tensor:
     """What may follow each beginning of a text, [characters + 1, vocabulary]."""
-    made = row_masks.allowed(Positions([row_of(grammar)], [encode(text)]), torch.empty(1, len(encode(text)) + 1, VOCABULARY))
+    made = row_masks.allowed_tokens(
+        Positions([row_of(grammar)], [encode(text)]), torch.empty(1, len(encode(text)) + 1, VOCABULARY)
+    )
     assert made is not None
     return made[0]
 
@@ -168,7 +170,7 @@ def test_masks_of_drafted_positions_are_those_of_plain_decoding() -> None:
         whole, tokens = masks(grammar, text), encode(text)
         row = row_of(grammar)
         for j, expected in enumerate(whole):
-            one = row_masks.allowed(Positions([row], [tokens[j:]]), torch.empty(1, 1, VOCABULARY))
+            one = row_masks.allowed_tokens(Positions([row], [tokens[j:]]), torch.empty(1, 1, VOCABULARY))
             assert one is not None
             assert torch.equal(one[0, 0], expected)
             for token in tokens[j : j + 1]:
@@ -202,7 +204,7 @@ def test_the_bound_on_digits_costs_one_mask_more_per_position(
     grammar: Grammar, matchers: int, lookahead: int, monkeypatch: pytest.MonkeyPatch, saved_pair: tuple[Path, Path]
 ) -> None:
     counting, by_matcher = Counting(), [0, 0]
-    filled = grammars._filled
+    filled = grammars._pack_masks
 
     def count(states: Any, which: int, *arguments: Any) -> Any:
         before = counting.masks
@@ -212,7 +214,7 @@ def test_the_bound_on_digits_costs_one_mask_more_per_position(
 
     monkeypatch.setattr(grammars, "_clock", lambda: 0.0)  # on a busy machine masks that were late are filled again
     monkeypatch.setattr(grammars, "_filling", lambda: counting)
-    monkeypatch.setattr(grammars, "_filled", count)
+    monkeypatch.setattr(grammars, "_pack_masks", count)
     model = shoal.load(*saved_pair, dtype="float32", device="cpu")
     options: dict[str, Any] = {"lookahead": lookahead, "seed": 0, "max_new_tokens": 20, "temperature": 0.8}
     stats = model.generate("ab", n=2, grammar=grammar, **options).stats
@@ -597,16 +599,14 @@ def test_alternatives_that_may_overlap_are_refused(name: str) -> None:
 
 
 def test_beside_anyof_a_oneof_stays() -> None:
-    text, _ = json_schemas.prepared(
-        json.dumps({"anyOf": [{"minimum": 2}], "oneOf": EXCLUSIVE["ranges"]["oneOf"]}), "bounded"
-    )
+    text, _ = json_schemas.prepare(json.dumps({"anyOf": [{"minimum": 2}], "oneOf": EXCLUSIVE["ranges"]["oneOf"]}), "bounded")
     assert "oneOf" in json.loads(text)
 
 
 def test_keywords_beside_a_reference_count_where_the_draft_says_so() -> None:
     named = {"$defs": {"any": {}}, "oneOf": [{"$ref": "#/$defs/any", "type": "null"}, {"type": "object"}]}
     for schema, left in ((named, 2), ({"$schema": "http://json-schema.org/draft-07/schema#", **named}, 1)):
-        text, _ = json_schemas.prepared(json.dumps(schema), "bounded")
+        text, _ = json_schemas.prepare(json.dumps(schema), "bounded")
         assert len(json.loads(text)["anyOf"]) == left  # an object fits both where the type is not read
 
 

@@ -20,7 +20,7 @@ import shoal
 from constrained_laws import agreement, law_given, rows_of
 from shoal.constraints.syntax import middles, read_syntax
 from shoal.constraints.syntax.behind import Behind
-from shoal.constraints.syntax.grammars import automaton, encoded, read_grammar
+from shoal.constraints.syntax.grammars import automaton, encode, read_grammar
 from shoal.constraints.syntax.middles import Column, GrammarMiddle, Quotients
 from shoal.constraints.token_bytes import token_bytes
 from shoal.errors import RequestError
@@ -158,7 +158,7 @@ def test_utf8_of_ranges_is_that_of_their_characters() -> None:
     for low in (0, 0x7F, 0x80, 0x7FF, 0x800, 0xD700, 0xFFFF, 0x10000, *(lots.randrange(0x110000) for _ in range(20))):
         high = min(0x10FFFF, low + lots.choice([0, 1, 70, 5000, 70000]))
         written = {
-            bytes(text) for one in encoded(((low, high),)) for text in itertools.product(*(range(a, b + 1) for a, b in one))
+            bytes(text) for one in encode(((low, high),)) for text in itertools.product(*(range(a, b + 1) for a, b in one))
         }
         assert written == {chr(code).encode() for code in range(low, high + 1) if not 0xD800 <= code <= 0xDFFF}
 

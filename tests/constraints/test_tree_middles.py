@@ -25,9 +25,9 @@ from shoal.constraints.syntax import (
     installed_languages,
     language_of,
     read_syntax,
+    reason_unchecked,
     syntax_by_name,
     tree_middles,
-    why_unchecked,
     with_syntax,
 )
 from shoal.constraints.syntax.tree_middles import GRAMMARS, CursorTrees, Fault, TreeMiddle, tree_sitter_language
@@ -207,7 +207,7 @@ def test_a_fault_of_the_text_that_was_tried_is_none_of_the_file() -> None:
 
 def test_a_text_that_seems_to_fit_is_read_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     trees = CursorTrees("javascript", "f(", ");\n")
-    monkeypatch.setattr(trees, "_edited", lambda text: trees._whole(b"a"))
+    monkeypatch.setattr(trees, "_parse_edit", lambda text: trees._whole(b"a"))
     assert trees.count(")", guess=True) == 0
     assert trees.count(")") is None
 
@@ -218,7 +218,7 @@ def test_faults_are_known_by_their_places() -> None:
     assert not fault.is_part_of(Fault((0, 0), -4, -1))
     assert not fault.is_part_of(Fault((0, 2), -9, 5))
     trees = CursorTrees("c", "ab", "cd")
-    assert [trees._placed(*place, 3) for place in ((0, 1), (1, 3), (2, 5), (2, 2), (5, 5), (5, 6), (1, 6), (6, 6))] == [
+    assert [trees._place(*place, 3) for place in ((0, 1), (1, 3), (2, 5), (2, 2), (5, 5), (5, 6), (1, 6), (6, 6))] == [
         Fault((0, 0), -2, -1), Fault((0, 1), -1, 0), Fault((1, 1), 0, 0), Fault((0, 0), 0, 0), Fault((1, 1), 0, 0),
         Fault((2, 2), 0, 1), Fault((0, 2), -1, 1), Fault((2, 2), 1, 1),
     ]  # fmt: skip
@@ -448,9 +448,9 @@ def test_without_the_packages_what_to_install_is_said(module: str, monkeypatch: 
         with_syntax(request, TOKENIZER, "go")
     optional = Syntax("go", optional=True)
     assert with_syntax(request, TOKENIZER, optional).constraints == ()
-    assert "pip install" in (why_unchecked(optional, TOKENIZER) or "")
+    assert "pip install" in (reason_unchecked(optional, TOKENIZER) or "")
     monkeypatch.undo()
-    assert why_unchecked(optional, TOKENIZER) is None
+    assert reason_unchecked(optional, TOKENIZER) is None
     assert len(with_syntax(request, TOKENIZER, optional).constraints) == 1
 
 

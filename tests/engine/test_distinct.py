@@ -18,7 +18,7 @@ import torch
 
 from enumeration import chi_square
 from shoal.config import Limits, Sampling
-from shoal.constraints.dressing import weighed
+from shoal.constraints.dressing import add_weights
 from shoal.constraints.estimates import Trie
 from shoal.constraints.protocol import Allowed, Constraint
 from shoal.engine import joint_rows
@@ -107,7 +107,7 @@ def engine(lookahead: Any, rule: Rule | None = None, max_batch: int = 700) -> En
 def request(seed: int, constrained: bool = False, n: int = ROWS, **limits: Any) -> Request:
     constraints = (CONSTRAINT,) if constrained else ()
     asked = Request(PROMPT, n, Sampling(seed=seed), Limits(max_new_tokens=NEW, **limits), constraints=constraints)
-    return weighed(asked, "distinct")
+    return add_weights(asked, "distinct")
 
 
 def ran(used: Engine, requests: Sequence[Request]) -> list[list[Row]]:

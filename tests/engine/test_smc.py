@@ -21,7 +21,7 @@ from eagle_heads import save_eagle3
 from medusa_heads import save_medusa
 from particles import EOS, NEW, PROMPT, REQUESTS, ROWS, SCRIPT, Asked, Masked, V, by_script, deviation, truth
 from shoal.config import Grammar, Limits, Sampling
-from shoal.constraints.dressing import weighed
+from shoal.constraints.dressing import add_weights
 from shoal.engine import engine as engine_module
 from shoal.engine import joint_rows
 from shoal.engine.engine import Engine
@@ -90,7 +90,7 @@ def ran(
         for seed in seeds or range(requests)
     ]
     fields = {"constraints": (constraint,), "top_logprobs": int(penalty > 0)}
-    asked = [weighed(replace(request, **fields), exact) for request in asked]
+    asked = [add_weights(replace(request, **fields), exact) for request in asked]
     groups = engine.submit_all(asked)
     while engine.step():
         pass

@@ -18,7 +18,7 @@ from torch import Tensor
 import particles
 from particles import Texts
 from shoal.config import Limits, Sampling
-from shoal.constraints.dressing import weighed
+from shoal.constraints.dressing import add_weights
 from shoal.engine import checks
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
@@ -101,7 +101,7 @@ def test_the_estimator_does_not_change_what_is_drawn(monkeypatch: pytest.MonkeyP
         draft = scripted(mixed(SCRIPT, hashed(V, 9), every=2), V) if k else None
         engine = engine_of(scripted(SCRIPT, V), draft, Fixed(k), max_batch=50, rule=Coupled(), eos=[EOS])
         request = Request(PROMPT, 60, Sampling(seed=4), Limits(max_new_tokens=NEW), constraints=(Asked(),))
-        rows = engine.submit(weighed(request) if weighted else request)
+        rows = engine.submit(add_weights(request) if weighted else request)
         while engine.step():
             pass
         return [row.tokens for row in rows]
@@ -183,7 +183,7 @@ def deviation(constraint: Any, k: int, rule: Rule) -> tuple[float, int, int]:
     draft = scripted(mixed(SCRIPT, hashed(V, 9), every=2), V) if k else None
     engine = engine_of(target, draft, Fixed(k), max_batch=250, rule=rule, eos=[EOS])
     request = Request(PROMPT, SAMPLES, Sampling(seed=4), Limits(max_new_tokens=NEW), constraints=(constraint,))
-    rows = engine.submit(weighed(request))
+    rows = engine.submit(add_weights(request))
     while engine.step():
         pass
     sums: dict[tuple[int, ...], float] = defaultdict(float)
@@ -233,7 +233,9 @@ def test_few_tokens_are_asked_about() -> None:
             return super().after(state, token)
 
     engine = engine_of(scripted(hashed(200, 0), 200), None, Fixed(0), max_batch=50)
-    rows = engine.submit(weighed(Request(PROMPT, 20, Sampling(seed=1), Limits(max_new_tokens=10), constraints=(Counted(),))))
+    rows = engine.submit(
+        add_weights(Request(PROMPT, 20, Sampling(seed=1), Limits(max_new_tokens=10), constraints=(Counted(),)))
+    )
     while engine.step():
         pass
     committed = sum(row.new_tokens for row in rows)
@@ -264,4 +266,4 @@ def test_what_is_drawn_after_many_refusals_has_the_law_of_what_passes() -> None:
 )
 def test_what_cannot_be_weighed_is_refused(sampling: Sampling, constraints: tuple[Any, ...], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        weighed(Request(PROMPT, 1, sampling, constraints=constraints))
+        add_weights(Request(PROMPT, 1, sampling, constraints=constraints))

@@ -184,13 +184,13 @@ def _tell_unchecked(
     file: Path,
 ) -> None:
     """Prints why suggestions were not checked although the file's name says a language."""
-    from shoal.constraints.syntax import language_of, why_unchecked
+    from shoal.constraints.syntax import language_of, reason_unchecked
 
     reason: str | None
     if syntax is None and not sampling.syntax and language_of(str(file)):
         reason = "there is no check of syntax beside --exact"
     elif syntax and syntax.optional and all(one.syntax is None for one in samples):
-        reason = why_unchecked(syntax, model.tokenizer)
+        reason = reason_unchecked(syntax, model.tokenizer)
     else:
         return
     stderr().print(f"suggestions may not parse: {reason}", markup=False, soft_wrap=True)

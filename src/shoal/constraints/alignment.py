@@ -87,7 +87,7 @@ class Alignment(Constraint[bytes]):
         return Alignment, id(self._vocabulary)
 
 
-def aligned(request: Request, tokenizer: Any, *, at: int | None = None) -> Request:
+def align_request(request: Request, tokenizer: Any, *, at: int | None = None) -> Request:
     """Returns the request with a shorter prompt, and a constraint to write the removed bytes.
 
     Args:
@@ -205,12 +205,12 @@ class AlignmentVocabulary:
         if remainder in self._masks:
             self._masks.move_to_end(remainder)
             return self._masks[remainder]
-        mask = self._masks[remainder] = self.uncached(remainder)
+        mask = self._masks[remainder] = self.compute_allowed(remainder)
         if len(self._masks) > CACHED:
             self._masks.popitem(last=False)
         return mask
 
-    def uncached(self, remainder: bytes) -> Tensor:
+    def compute_allowed(self, remainder: bytes) -> Tensor:
         """Returns `allowed`, computed anew."""
         mask = torch.zeros(len(self.spelled), dtype=torch.bool)
         places = [self._range(remainder)]

@@ -191,16 +191,16 @@ class Grammars:
             RequestError: llguidance is not installed.
         """
         if grammar.kind == "lark" and self._numbers_of:
-            grammar = replace(grammar, text=LARK.sub(self._numbered, grammar.text))
+            grammar = replace(grammar, text=LARK.sub(self._number_of, grammar.text))
         return source_of(grammar, self._special)
 
-    def _numbered(self, found: re.Match[str]) -> str:
+    def _number_of(self, found: re.Match[str]) -> str:
         number = self._numbers_of.get(found["name"] or "")
         return found[0] if number is None else f"<[{number}]>"
 
     def _read(self, grammar: Grammar, **limits: int) -> GrammarConstraint:
         """Compiles a grammar: its matcher, and for JSON the matcher of the numbers."""
-        starts = [self._started(grammar, self.source(grammar), **limits)]
+        starts = [self._new_matcher(grammar, self.source(grammar), **limits)]
         if grammar.kind not in ("regex", "lark"):
             starts.append(self._numbers(grammar).deep_copy())
         constraint = GrammarConstraint(starts, self._end, self._alphabet.vocab_size)
@@ -226,10 +226,10 @@ class Grammars:
                 first, more = (part.replace("/", r"\/") for part in (text, numbers()))
                 again = f"(({marks}) /{more}/)*" if special else ""
                 source = f"start: {begun} /{first}/ {again}\n{rules}"
-            self._bounds[key] = self._started(Grammar("regex", text), source)
+            self._bounds[key] = self._new_matcher(Grammar("regex", text), source)
         return self._bounds[key]
 
-    def _started(self, grammar: Grammar, source: str, **limits: int) -> Any:
+    def _new_matcher(self, grammar: Grammar, source: str, **limits: int) -> Any:
         """Returns a matcher, tried on the first token."""
         bounds = self._library.LLParserLimits(verbose_errors=False, **limits)
         made = self._library.LLMatcher(self._alphabet, source, log_level=0, limits=bounds)

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.constraints.alignment import aligned, bound_from_start
+from shoal.constraints.alignment import align_request, bound_from_start
 from shoal.constraints.fim import asks_for_middle, middle_ends
 from shoal.constraints.protocol import Check, Cutting
 from shoal.constraints.syntax import Syntax, with_syntax
@@ -34,7 +34,7 @@ Naming = Callable[[str], AbstractContextManager[None]]
 """A function that returns a context for a field's name; the errors raised in it name the field."""
 
 
-def unnamed(field: str) -> AbstractContextManager[None]:
+def leave_errors(field: str) -> AbstractContextManager[None]:
     """Returns a context that leaves errors as they are."""
     return nullcontext()
 
@@ -55,13 +55,13 @@ class Dressing:
     exact: bool | str = False
     syntax: str | Syntax | None = None
 
-    def applied(
+    def apply(
         self,
         request: Request,
         tokenizer: Any,
         suffix: str | None = None,
         end: int | None = None,
-        naming: Naming = unnamed,
+        naming: Naming = leave_errors,
     ) -> Request:
         """Returns the request, dressed.
 
@@ -86,14 +86,14 @@ class Dressing:
             )
         if align:
             with naming("align"):
-                request = aligned(request, tokenizer, at=end)
+                request = align_request(request, tokenizer, at=end)
         if self.syntax is not None:
             parses = not isinstance(self.syntax, Syntax) or self.syntax.parses
             with naming("syntax" if parses else "members"):
                 request = with_syntax(request, tokenizer, self.syntax, suffix)
         with naming("exact"):
             exact = read_exact(self.exact)
-            return weighed(request, exact, aligned=align) if exact else request
+            return add_weights(request, exact, aligned=align) if exact else request
 
 
 EXACT = ("weights", "smc", "asap", "asap+smc", "distinct")
@@ -114,7 +114,7 @@ def read_exact(exact: bool | str) -> str:
     return exact
 
 
-def weighed(request: Request, exact: str = EXACT[0], *, aligned: bool = False) -> Request:
+def add_weights(request: Request, exact: str = EXACT[0], *, aligned: bool = False) -> Request:
     """Returns the request with weights.
 
     Args:

@@ -204,24 +204,24 @@ def _key(request: Request) -> Any:
     """
     sampling, limits = request.sampling, request.limits
     settings = [
-        _fixed(getattr(sampling, each.name)) for each in fields(sampling) if each.name != "seed"
+        _hashable(getattr(sampling, each.name)) for each in fields(sampling) if each.name != "seed"
     ]
     ends = (
         limits.max_new_tokens,
-        _fixed(limits.stop),
-        _fixed(limits.eos),
-        _fixed(request.criteria),
+        _hashable(limits.stop),
+        _hashable(limits.eos),
+        _hashable(request.criteria),
         request.shown_tokens,
     )
-    return request.owner, request.prompt_ids, *settings, *ends, _fixed(request.constraints)
+    return request.owner, request.prompt_ids, *settings, *ends, _hashable(request.constraints)
 
 
-def _fixed(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     """Returns a hashable key: lists and mappings by their items, unhashable objects by identity."""
     if isinstance(value, dict):
-        return tuple((key, _fixed(item)) for key, item in sorted(value.items()))
+        return tuple((key, _hashable(item)) for key, item in sorted(value.items()))
     if isinstance(value, list | tuple):
-        return tuple(map(_fixed, value))
+        return tuple(map(_hashable, value))
     try:
         hash(value)
     except TypeError:

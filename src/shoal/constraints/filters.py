@@ -61,7 +61,7 @@ def without(*texts: str, ignore_case: bool = False) -> Filter:
     Raises:
         RequestError: no texts are given, or an empty one.
     """
-    return Filter((~_containing(texts, ignore_case)).expression, _named("without", texts))
+    return Filter((~_containing(texts, ignore_case)).expression, _call("without", texts))
 
 
 def containing(*texts: str, ignore_case: bool = False) -> Filter:
@@ -82,17 +82,17 @@ def only_words(words: Iterable[str], separators: str = " \n\t.,;:!?") -> Filter:
         RequestError: there are no words, or an empty one, or no separators.
     """
     words = _texts(sorted(set(words)), "words")
-    between = f"[{_escaped(_texts([separators], 'separators')[0])}]"
+    between = f"[{_escape(_texts([separators], 'separators')[0])}]"
     word = _trie(words)
     expression = f"/{between}*({word}({between}+{word})*{between}*)?/"
-    return Filter(expression, _named("only_words", words))
+    return Filter(expression, _call("only_words", words))
 
 
 def only_characters(characters: str) -> Filter:
     """Returns the texts of these characters. Raises RequestError: there are no characters."""
     return Filter(
-        f"/[{_escaped(_texts([characters], 'characters')[0])}]*/",
-        _named("only_characters", [characters]),
+        f"/[{_escape(_texts([characters], 'characters')[0])}]*/",
+        _call("only_characters", [characters]),
     )
 
 
@@ -106,7 +106,7 @@ def matching(regex: str) -> Filter:
         RequestError: it is empty.
     """
     (own,) = _texts([regex], "an expression")
-    return Filter(f"/{_without_slashes(own)}/", _named("matching", [own]))
+    return Filter(f"/{_without_slashes(own)}/", _call("matching", [own]))
 
 
 def conjunction(filters: Sequence[Filter]) -> Filter:
@@ -115,9 +115,9 @@ def conjunction(filters: Sequence[Filter]) -> Filter:
 
 
 def _containing(texts: Sequence[str], ignore_case: bool) -> Filter:
-    pattern = "|".join(map(_escaped, _texts(list(texts), "texts")))
+    pattern = "|".join(map(_escape, _texts(list(texts), "texts")))
     return Filter(
-        f"/(?s:.*)(?{'i' if ignore_case else ''}:{pattern})(?s:.*)/", _named("containing", texts)
+        f"/(?s:.*)(?{'i' if ignore_case else ''}:{pattern})(?s:.*)/", _call("containing", texts)
     )
 
 
@@ -131,11 +131,11 @@ def _trie(words: Sequence[str]) -> str:
             ends = True
     if not rests:
         return ""
-    inner = "|".join(_escaped(first) + _trie(rest) for first, rest in rests.items())
+    inner = "|".join(_escape(first) + _trie(rest) for first, rest in rests.items())
     return f"(?:{inner})" + ("?" if ends else "")
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Returns the text as a regular expression, also inside brackets."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
@@ -151,6 +151,6 @@ def _texts(texts: list[str], what: str) -> list[str]:
     return texts
 
 
-def _named(name: str, texts: Iterable[str]) -> str:
+def _call(name: str, texts: Iterable[str]) -> str:
     listed = ", ".join(map(repr, texts))
     return f"{name}({listed if len(listed) < 60 else listed[:60] + ' ...'})"

@@ -91,10 +91,10 @@ class GrammarConstraint(Constraint[TextState]):
 
     def mask(self, states: Sequence[TextState], vocab_size: int, device: torch.device) -> Allowed:
         """Returns the masks; nothing may follow a text that has left the grammar."""
-        bits = _filled(states, 0, self._width)
+        bits = _pack_masks(states, 0, self._width)
         bounded = [i for i, state in enumerate(states) if len(state.tracks) > 1]
         if bounded:
-            both = bits[bounded] & _filled([states[i] for i in bounded], 1, self._width)
+            both = bits[bounded] & _pack_masks([states[i] for i in bounded], 1, self._width)
             bits[bounded] = np.where(both.any(axis=-1, keepdims=True), both, bits[bounded])
         symbols = _symbols(torch.from_numpy(bits).to(device), self._width)
         ends = symbols[:, self._end].clone()
@@ -187,7 +187,7 @@ def _symbols(bits: Tensor, width: int) -> Tensor:
     return (bits[..., None] >> places & 1).flatten(-2)[..., :width].bool()
 
 
-def _filled(states: Sequence[TextState], which: int, width: int) -> Bits:
+def _pack_masks(states: Sequence[TextState], which: int, width: int) -> Bits:
     """Returns masks over the symbols by one track of each state, [states, words] packed.
 
     llguidance computes the rows whose states are a chain on as many threads as it sees fit. If that

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from shoal.config import Grammar
-from shoal.constraints.json_schemas import prepared
+from shoal.constraints.json_schemas import prepare
 from shoal.constraints.schema_checks import NO_SCHEMA
 from shoal.errors import RequestError
 
@@ -59,7 +59,7 @@ def source_of(grammar: Grammar, special: Mapping[str, int] | None = None) -> str
         RequestError: llguidance is not installed.
     """
     whole = not (grammar.before or grammar.instead or grammar.thought or around(grammar))
-    return _without_surroundings(grammar) if whole else _surrounded(grammar, special or {})
+    return _without_surroundings(grammar) if whole else _surround(grammar, special or {})
 
 
 def around(grammar: Grammar) -> str:
@@ -186,11 +186,11 @@ def _without_surroundings(grammar: Grammar) -> str:
         return str(matcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
         return str(matcher.grammar_from_lark(grammar.text.replace("\x7f", "\\u007f")))
-    schema, options = prepared(grammar.text or '{"type": "object"}', grammar.whitespace)
+    schema, options = prepare(grammar.text or '{"type": "object"}', grammar.whitespace)
     return str(matcher.grammar_from_json_schema(schema, defaults=options or None))
 
 
-def _surrounded(grammar: Grammar, special: Mapping[str, int]) -> str:
+def _surround(grammar: Grammar, special: Mapping[str, int]) -> str:
     """Returns the grammar and those in its place, with the parts around their texts."""
     parts = list[dict[str, Any]]()
     choices = _choices(grammar, special, parts)
@@ -241,12 +241,12 @@ def literal(text: str, special: Mapping[str, int]) -> str:
     """Returns a text in Lark's syntax, with the numbers of special tokens for their names."""
     name = next((name for name in special if name in text), None)
     if name is None:
-        return quoted(text) if text else ""
+        return quote(text) if text else ""
     head, _, rest = text.partition(name)
     return f"{literal(head, special)} <[{special[name]}]> {literal(rest, special)}"
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Returns a text as a string of Lark's syntax."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 

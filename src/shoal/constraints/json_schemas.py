@@ -29,7 +29,7 @@ from shoal.constraints.schema_checks import (
     without_looks,
     without_unevaluated,
 )
-from shoal.constraints.schema_proofs import REMARKS, Proofs, resolved, without_conditions
+from shoal.constraints.schema_proofs import REMARKS, Proofs, resolve, without_conditions
 from shoal.errors import RequestError
 
 WHITESPACE: dict[str, dict[str, Any]] = {
@@ -125,7 +125,7 @@ def numbers() -> str:
     return f"(?:{rest}|(?:{number}|{large}){behind})*(?:{number}|{large})?"
 
 
-def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
+def prepare(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
     """Returns a schema for llguidance, and the options to read it with if it sets none itself.
 
     Args:
@@ -142,7 +142,7 @@ def prepared(text: str, whitespace: str) -> tuple[str, dict[str, Any]]:
             raise RequestError(f"the json_schema grammar cannot be used: {NO_SCHEMA}")
         root = {} if root is True else _of_known_version(root)  # True has no room for options
         own = root.get("x-guidance") if isinstance(root, dict) else None
-        made = _DocumentReader(root).bounded(root)
+        made = _DocumentReader(root).bound(root)
         require_levels(made, MOST_READ)
         text = json.dumps(made, allow_nan=False, ensure_ascii=False)
         text.encode()
@@ -193,18 +193,18 @@ class _DocumentReader:
             else None
         )
 
-    def bounded(self, schema: Any, names: bool = False) -> Any:
+    def bound(self, schema: Any, names: bool = False) -> Any:
         """Returns a schema, or a list or mapping of schemas, with bounds.
 
         Args:
             names: True if the keys are names of properties or definitions.
         """
         if isinstance(schema, list):
-            return [self.bounded(one) for one in schema]
+            return [self.bound(one) for one in schema]
         if not isinstance(schema, dict):
             return schema
         if names:
-            return {name: self.bounded(one) for name, one in schema.items()}
+            return {name: self.bound(one) for name, one in schema.items()}
         for keyword in ("const", "enum"):
             require_exact(schema.get(keyword))
             require_writable(schema.get(keyword))
@@ -213,7 +213,7 @@ class _DocumentReader:
         schema = with_open_units(with_joined_bounds(with_counts(schema)))
         schema = _without_listed_patterns(self._with_named_keys(schema))
         _require_countable(schema)
-        made = {k: v if k in _VALUES else self.bounded(v, k in _NAMES) for k, v in schema.items()}
+        made = {k: v if k in _VALUES else self.bound(v, k in _NAMES) for k, v in schema.items()}
         made = _bounded_format(made)
         if "pattern" in schema:
             made = without_looks(made | {"pattern": readable_pattern(schema["pattern"])})
@@ -232,7 +232,7 @@ class _DocumentReader:
         names, values = schema["propertyNames"], schema.get("additionalProperties", True)
         rest = {k: v for k, v in schema.items() if k != "propertyNames"}
         if isinstance(names, dict) and [*names] == ["$ref"] and not _embeds(self._root):
-            names = resolved(self._root, str(names["$ref"]))
+            names = resolve(self._root, str(names["$ref"]))
         if not isinstance(names, dict):
             return rest if schema["propertyNames"] is True else schema
         said = {k: v for k, v in names.items() if k not in REMARKS and (k, v) != ("type", "string")}
@@ -274,7 +274,7 @@ class _DocumentReader:
         items = schema.get("items")
         if isinstance(items, dict) and isinstance(items.get("$ref"), str):
             if len(items) == 1 and not _embeds(self._root):
-                return resolved(self._root, items["$ref"])
+                return resolve(self._root, items["$ref"])
             return True
         return items
 

@@ -42,7 +42,7 @@ def advance(row: Row, token: int) -> None:
     ]
 
 
-def bound(row: Row, block: Sequence[int]) -> int:
+def bound_tokens(row: Row, block: Sequence[int]) -> int:
     """Returns the number of tokens of the block that are under a constraint that is not free."""
     held = row.constraints
     for count, token in enumerate(block):
@@ -57,7 +57,7 @@ def bound(row: Row, block: Sequence[int]) -> int:
     return len(block)
 
 
-def forced(row: Row, draft: Sequence[int], vocab_size: int) -> tuple[int, list[int]]:
+def certain_tokens(row: Row, draft: Sequence[int], vocab_size: int) -> tuple[int, list[int]]:
     """Returns the tokens that will follow a draft of the row, if the text there is certain.
 
     Returns:
@@ -105,7 +105,7 @@ def may_begin(row: Row, vocab_size: int) -> bool:
 
 
 def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
-    """Returns the reason why a row has no mask at a column of the last call of `allowed`.
+    """Returns the reason why a row has no mask at a column of the last call of `allowed_tokens`.
 
     The text is empty if all constraints have a mask.
     """
@@ -117,7 +117,7 @@ def why(positions: Positions, row: int, column: int, vocab_size: int) -> str:
     return next(filter(None, reasons), "")
 
 
-def allowed(positions: Positions, like: Tensor) -> Tensor | None:
+def allowed_tokens(positions: Positions, like: Tensor) -> Tensor | None:
     """Returns the tokens that the rows' constraints allow; None if no row has a constraint.
 
     The mask of a column is that of its path from the root. Nothing is possible at padding and after
@@ -141,7 +141,7 @@ def allowed(positions: Positions, like: Tensor) -> Tensor | None:
 
 
 def _conjunction(positions: Positions, like: Tensor) -> Tensor:
-    """Returns `allowed` for rows that all have constraints."""
+    """Returns `allowed_tokens` for rows that all have constraints."""
     rows, (q, vocab), device = len(positions.rows), like.shape[1:], like.device
     columns = [
         [column for column in positions.columns(b) if 0 <= column - positions.first < q]
@@ -266,7 +266,7 @@ def _mask_of(
     """
     if not any(isinstance(state, Failed) for state in states):
         try:
-            return _checked(constraint, states, vocab_size, device)
+            return _require_mask(constraint, states, vocab_size, device)
         except Exception:
             pass  # it is asked again, to learn for which states
     tokens = torch.zeros(len(states), vocab_size, dtype=torch.bool, device=device)
@@ -274,7 +274,7 @@ def _mask_of(
     for i, state in enumerate(states):
         if not isinstance(state, Failed):
             try:
-                own = _checked(constraint, [state], vocab_size, device)
+                own = _require_mask(constraint, [state], vocab_size, device)
             except Exception:
                 continue  # `_reason_at` learns the reason where it matters
             tokens[i], ends[i] = own.tokens[0], own.ends[0]
@@ -291,13 +291,13 @@ def _reason_at(constraint: Constraint[Any], state: Any, vocab_size: int) -> str:
     try:
         said = constraint.why(state)
         if not said and type(constraint).why is Constraint.why:  # others would have said
-            _checked(constraint, [state], vocab_size, torch.device("cpu"))
+            _require_mask(constraint, [state], vocab_size, torch.device("cpu"))
         return said
     except Exception as error:
         return _reason(constraint, error)
 
 
-def _checked(
+def _require_mask(
     constraint: Constraint[Any], states: Sequence[Any], vocab_size: int, device: torch.device
 ) -> Allowed:
     """Returns the constraint's mask. Raises RequestError: the mask has another shape or dtype."""

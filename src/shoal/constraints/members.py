@@ -112,7 +112,7 @@ class Members(Check[State]):
         free, part = State(b"", healing=self._healing), self._part.search(self._left)
         if part is None:
             return free
-        names = self._asked(self._left[: part.start(1)])
+        names = self._ask(self._left[: part.start(1)])
         written = part[1].encode()
         return (
             free._replace(names=names, part=written) if names and _begins(names, written) else free
@@ -150,10 +150,10 @@ class Members(Check[State]):
     def _members(self, text: bytes) -> tuple[bytes, ...] | None:
         """Returns the names after a text that ends with a dot; the analyser is asked once."""
         if text not in self._known:
-            self._known[text] = self._asked(self._left + text.decode(errors="replace"))
+            self._known[text] = self._ask(self._left + text.decode(errors="replace"))
         return self._known[text]
 
-    def _asked(self, source: str) -> tuple[bytes, ...] | None:
+    def _ask(self, source: str) -> tuple[bytes, ...] | None:
         self.queries += 1
         return tuple(sorted(name.encode() for name in self._analyser(source, self._right))) or None
 

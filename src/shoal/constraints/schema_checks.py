@@ -59,7 +59,7 @@ def require_exact(value: Any) -> None:
     while parts:
         one = parts.pop()
         parts += _parts(one)
-        if isinstance(one, int) and _written(one) != one:
+        if isinstance(one, int) and _library_integer(one) != one:
             raise RequestError(
                 f"the json_schema grammar cannot be used: {one} in const or enum has more than 53 "
                 "bits and would come out as another number; give it as a string, or leave it out"
@@ -89,7 +89,7 @@ def unwritable(character: str, place: str) -> RequestError:
     )
 
 
-def _written(number: int) -> int | None:
+def _library_integer(number: int) -> int | None:
     """Returns the integer that the grammar library writes for this one; None beyond all doubles."""
     if abs(number) <= EXACT:
         return number

@@ -102,7 +102,7 @@ class Proofs:
         return bool(parts) and all(
             part.keys() <= harmless
             and ("type" not in part or kind in _list(part["type"]) or part["type"] == kind)
-            and isinstance(resolved(self._root, str(part.get("$ref", "#"))), dict)
+            and isinstance(resolve(self._root, str(part.get("$ref", "#"))), dict)
             for part in parts
         )
 
@@ -133,7 +133,7 @@ class Proofs:
             reference = schema.get("$ref")
             if isinstance(reference, str) and reference not in seen:
                 seen.add(reference)
-                yield from self._parts([resolved(self._root, reference)], seen)
+                yield from self._parts([resolve(self._root, reference)], seen)
             if self._siblings or not isinstance(reference, str):
                 yield schema
                 yield from self._parts(_list(schema.get("allOf")), seen)
@@ -225,10 +225,10 @@ def without_conditions(schema: Part) -> Part:
 def _choices(schema: Part) -> Iterator[list[Schema]]:
     """Yields the alternatives of each condition; None for one that no schema expresses."""
     if "not" in schema:
-        yield [_negated(schema["not"], schema)]
+        yield [_negate(schema["not"], schema)]
     if "if" in schema and schema.keys() & {"then", "else"}:
         then, rest = schema.get("then", True), schema.get("else", True)
-        other = _negated(schema["if"], schema)
+        other = _negate(schema["if"], schema)
         yield [{"allOf": [schema["if"], then]}, other and {"allOf": [other, rest]}]
     for keyword in DEPENDENT:
         for name, then in dict(schema.get(keyword, {})).items():
@@ -243,7 +243,7 @@ def _any_of(schemas: Sequence[Schema]) -> Schema:
     return {"anyOf": schemas}
 
 
-def _negated(schema: Schema, beside: Schema) -> Schema:
+def _negate(schema: Schema, beside: Schema) -> Schema:
     """Returns a schema of the values that do not fit another one; None if no schema does.
 
     Args:
@@ -278,18 +278,18 @@ def _negated_keyword(keyword: str, value: Any, beside: Part) -> Schema:
         return _any_of([{"type": "object", "properties": {name: False}} for name in value])
     if keyword == "properties":
         beside = _dict(beside.get("properties"))
-        own = {name: _negated(one, beside.get(name)) for name, one in value.items()}
+        own = {name: _negate(one, beside.get(name)) for name, one in value.items()}
         return _any_of(
             [
                 one and {"type": "object", "required": [name], "properties": {name: one}}
                 for name, one in own.items()
             ]
         )
-    others = [_negated(one, beside) for one in value] if keyword in ("allOf", "anyOf") else [None]
+    others = [_negate(one, beside) for one in value] if keyword in ("allOf", "anyOf") else [None]
     return _any_of(others) if keyword != "anyOf" or None in others else {"allOf": others}
 
 
-def resolved(root: Schema, reference: str) -> Schema:
+def resolve(root: Schema, reference: str) -> Schema:
     """Returns the schema that a pointer into the document points at.
 
     For any other reference it returns True, which every value fits.

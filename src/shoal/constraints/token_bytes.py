@@ -44,7 +44,7 @@ def bytes_at(table: Sequence[bytes | None], token: int) -> bytes | None:
     return table[token] if token < len(table) else None
 
 
-def decoded(written: bytes) -> tuple[str, bytes] | None:
+def decode(written: bytes) -> tuple[str, bytes] | None:
     """Returns the text of bytes, and the bytes of a last character that is not complete.
 
     None: the bytes do not begin any text in UTF-8.

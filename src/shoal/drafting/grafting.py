@@ -202,7 +202,9 @@ class ForcedTokens:
             return self._grown(rows, tree)
         kept, runs = [], []
         for row, draft in zip(rows, tree.drafts, strict=True):
-            count, run = masks.forced(row, draft, self._vocab_size) if row.constraints else (0, [])
+            count, run = (
+                masks.certain_tokens(row, draft, self._vocab_size) if row.constraints else (0, [])
+            )
             # A token that was drawn from q is proposed, whatever it is.
             run = run[: self._room(row, count)] if tree.q is None or count == len(draft) else []
             kept.append(count if run else len(draft))
@@ -239,7 +241,7 @@ class ForcedTokens:
         for end, path in enumerate(paths, start=-1):
             if end in inner or len(tokens) >= len(draft) + most:
                 continue
-            kept, run = masks.forced(row, path, self._vocab_size)
+            kept, run = masks.certain_tokens(row, path, self._vocab_size)
             room = min(self._room(row, len(path)), len(draft) + most - len(tokens))
             for token in run[:room] if kept == len(path) else ():
                 parents.append(end)

@@ -113,12 +113,14 @@ def _weights(
     given that each token is allowed, of all tokens.
     """
     distinct = row.request.distinct
-    count = len(block) if distinct else masks.bound(row, block) if row.request.weighted else 0
+    count = (
+        len(block) if distinct else masks.bound_tokens(row, block) if row.request.weighted else 0
+    )
     if not count:
         return [], []
     own, sampling = scores.of_row(place), row.request.sampling
     logits, positions = own.logits, own.positions
-    allowed = masks.allowed(positions, logits)
+    allowed = masks.allowed_tokens(positions, logits)
     at = list(columns[:count])
     free = unbound(logits, sampling, positions, {})[0, at].double()
     inside = (free / sampling.temperature).log_softmax(-1)

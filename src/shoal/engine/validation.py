@@ -143,7 +143,7 @@ class GenerateCall:
     ) -> list[Request]:
         """Returns the requests with the options of the call beside sampling and constraints."""
         return [
-            dressing.applied(one, tokenizer, own, end)
+            dressing.apply(one, tokenizer, own, end)
             for one, own, end in zip(requests, self.suffixes, self.ends, strict=True)
         ]
 

@@ -253,7 +253,7 @@ class ProblemRun:
             if not text.stopped:
                 text.push(token)
         count = len(text.ends)
-        shown, _ = text.finished((), count)
+        shown, _ = text.final_text((), count)
         return WholeText(tuple(ids[:count]), tuple(logprobs[:count]), shown, text.stopped)
 
     def _roll_out(self, leaf: TokenNode, row: Row | None) -> RollOut:

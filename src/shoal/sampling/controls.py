@@ -64,7 +64,7 @@ def control_all(logits: Tensor, positions: Positions, faults: Faults | None) -> 
     """
     if not change(positions.rows):
         return logits
-    allowed = masks.allowed(positions, logits)
+    allowed = masks.allowed_tokens(positions, logits)
     rows = groups(positions.rows)
     if len(rows) == 1:
         return control(logits, rows[0][0], positions, allowed, faults)

@@ -192,7 +192,7 @@ def _by_torch(
     logits: Tensor, positions: Positions, uniforms: Tensor | None, wanted: _Wanted
 ) -> Draws:
     """Computes `draws` by operations of torch, for rows of the same settings at a time."""
-    allowed, rows = masks.allowed(positions, logits), groups(positions.rows)
+    allowed, rows = masks.allowed_tokens(positions, logits), groups(positions.rows)
     if len(rows) == 1:
         return _of_group(logits, rows[0][0], positions, uniforms, allowed, wanted)
     shape, dtype = logits.shape[:2], width(logits)

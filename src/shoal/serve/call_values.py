@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from shoal.constraints.grammar_sources import quoted
-from shoal.constraints.json_schemas import prepared
+from shoal.constraints.grammar_sources import quote
+from shoal.constraints.json_schemas import prepare
 from shoal.constraints.schema_proofs import REMARKS
 from shoal.serve.call_texts import (
     LONGEST_COUNT,
@@ -101,9 +101,7 @@ class Values:
             return self._number(one)
         if kind in ("boolean", "null"):
             own = self._style
-            return (
-                quoted(own.null) if kind == "null" else f"{quoted(own.true)} | {quoted(own.false)}"
-            )
+            return quote(own.null) if kind == "null" else f"{quote(own.true)} | {quote(own.false)}"
         if kind == "array":
             return self._array(one, root, depth)
         if kind == "object":
@@ -193,7 +191,7 @@ class Values:
         words = {*one} - {"type"}
         if not words:
             return self._rules.terminal(f"/{INTEGER if one['type'] == 'integer' else NUMBER}/")
-        text, options = prepared(json.dumps(one), "bounded")
+        text, options = prepare(json.dumps(one), "bounded")
         return self._rules.rule(f"%json {json.dumps({**json.loads(text), 'x-guidance': options})}")
 
     def _array(self, one: dict[str, Any], root: Any, depth: int) -> str:
@@ -226,7 +224,7 @@ class Values:
             require_free(name, self._banned)
             key = name if self._style.gemma else self.written(name)
             value = self.any_of(own, root, depth + 1)
-            return f'{quoted(key)} {blank} ":" {blank} {value}'
+            return f'{quote(key)} {blank} ":" {blank} {value}'
 
         members = self.separated(self.members(one, root, depth, head), self._comma())
         return f'"{{" {blank} {members} {blank} "}}"'
@@ -239,7 +237,7 @@ class Values:
     def _anything(self, root: Any, depth: int) -> str:
         """Returns any value, up to a depth."""
         own = self._style
-        words = [quoted(word) for word in (own.true, own.false, own.null)]
+        words = [quote(word) for word in (own.true, own.false, own.null)]
         rules = [self._string({}), self._number({"type": "number"}), *words]
         if depth < DEPTH:
             rules += [self._array({}, root, depth), self._object({}, root, depth)]

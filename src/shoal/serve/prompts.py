@@ -156,7 +156,7 @@ class PromptEncoder:
         dressing = Dressing(
             getattr(asked, "align", None), getattr(asked, "exact", None) or False, syntax
         )
-        return dressing.applied(request, self._tokenizer, suffix, end, naming)
+        return dressing.apply(request, self._tokenizer, suffix, end, naming)
 
     def middle(self, request: InfillRequest, space: int) -> tuple[MiddlePrompt, bool]:
         """Returns the prompt of a text between two others, and True if text was left out.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.config import PARAMETERS, Grammar, Limits, Sampling
-from shoal.constraints.grammar_sources import as_lark, quoted
+from shoal.constraints.grammar_sources import as_lark, quote
 from shoal.constraints.members import jedi_analyser
 from shoal.errors import RequestError
 from shoal.sampling.penalties import require_ids
@@ -148,7 +148,7 @@ def _of(kind: str, value: Any, field: str, compact: bool = False) -> Grammar:
         if kind == "regex":
             return Grammar("regex", value)
         if kind == "choice":
-            return Grammar("lark", "start: " + " | ".join(map(quoted, value)))
+            return Grammar("lark", "start: " + " | ".join(map(quote, value)))
         if kind == "grammar":
             return Grammar("lark", as_lark(value))
         whitespace = "compact" if compact else "bounded"

@@ -169,7 +169,7 @@ def _middle(language: str, tokenizer: Any, left: str, right: str, healing: int) 
     return GrammarMiddle(tokenizer, left, right, language, healing)
 
 
-def why_unchecked(syntax: Syntax, tokenizer: Any) -> str | None:
+def reason_unchecked(syntax: Syntax, tokenizer: Any) -> str | None:
     """Returns the reason why the check of an optional syntax cannot be made; None if it can."""
     try:
         _middle(syntax.language, tokenizer, syntax.left or "", syntax.right or "", 0)

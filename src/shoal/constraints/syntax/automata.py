@@ -69,10 +69,10 @@ class Automaton:
         moves = [
             (-1,) * 256 if state in self.accepts else row for state, row in enumerate(self.moves)
         ]
-        return _reached(moves, self.accepts)
+        return _prune(moves, self.accepts)
 
 
-def determinized(
+def determinize(
     start: Iterable[Item],
     closure: Callable[[set[Item]], Iterable[Item]],
     edges: Callable[[Item], Iterable[tuple[int, int, Item]]],
@@ -113,22 +113,22 @@ def determinized(
             raise RequestError(
                 f"a terminal of the grammar needs an automaton of more than {MOST_STATES} states"
             )
-    return _reached(
+    return _prune(
         moves, frozenset(number for number, states in enumerate(order) if any(map(accepts, states)))
     )
 
 
-def repeated(parts: Sequence[Automaton], least: int) -> Automaton:
+def repeat(parts: Sequence[Automaton], least: int) -> Automaton:
     """Returns the automaton of `least` (0 or 1) or more texts of the parts, one behind another."""
-    return _joined([], parts, least)
+    return _join([], parts, least)
 
 
-def followed(first: Automaton, parts: Sequence[Automaton]) -> Automaton:
+def follow(first: Automaton, parts: Sequence[Automaton]) -> Automaton:
     """Returns the automaton of a text of `first`, then any number of texts of the parts."""
-    return _joined([first], parts, 1) if parts else first
+    return _join([first], parts, 1) if parts else first
 
 
-def _joined(firsts: Sequence[Automaton], parts: Sequence[Automaton], least: int) -> Automaton:
+def _join(firsts: Sequence[Automaton], parts: Sequence[Automaton], least: int) -> Automaton:
     """Returns the automaton of texts that begin with one of `firsts` and go on with `parts`.
 
     The texts begin with one of `parts` if `firsts` is empty. A state is a pair: the automaton's
@@ -153,11 +153,11 @@ def _joined(firsts: Sequence[Automaton], parts: Sequence[Automaton], least: int)
     def accepts(item: tuple[int, int]) -> bool:
         return item[1] in machines[item[0]].accepts
 
-    union = determinized(start, closure, edges, accepts)
+    union = determinize(start, closure, edges, accepts)
     return union if least else Automaton(union.moves, union.accepts | {0})
 
 
-def _reached(moves: Sequence[Sequence[int]], accepts: frozenset[int]) -> Automaton:
+def _prune(moves: Sequence[Sequence[int]], accepts: frozenset[int]) -> Automaton:
     """Returns the automaton without states that are not reached or reach no state that accepts.
 
     Raises:

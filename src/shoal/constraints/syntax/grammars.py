@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
-from shoal.constraints.syntax.automata import Automaton, determinized, followed, repeated
+from shoal.constraints.syntax.automata import Automaton, determinize, follow, repeat
 from shoal.errors import RequestError
 
 
@@ -85,7 +85,7 @@ def read_grammar(text: str) -> SymbolGrammar:
         terminal.name for terminal in earley.terminals if terminal.name not in earley.ignore_tokens
     ]
     own = {
-        terminal.name: followed(_matching(terminal), ignored)
+        terminal.name: follow(_matching(terminal), ignored)
         for terminal in earley.terminals
         if terminal.name in names
     }
@@ -93,8 +93,8 @@ def read_grammar(text: str) -> SymbolGrammar:
         (rule.origin.name, tuple((one.name, one.is_term) for one in rule.expansion))
         for rule in earley.rules
     ]
-    return _compiled(
-        own, rules, repeated(ignored, 1) if ignored else None, earley.options.start[0], parser
+    return _compile(
+        own, rules, repeat(ignored, 1) if ignored else None, earley.options.start[0], parser
     )
 
 
@@ -105,7 +105,7 @@ def _matching(terminal: Any) -> Automaton:
     return terminal_automaton
 
 
-def _compiled(
+def _compile(
     own: dict[str, Automaton],
     named: Sequence[tuple[str, tuple[tuple[str, bool], ...]]],
     lead: Automaton | None,
@@ -124,7 +124,7 @@ def _compiled(
     ]
     rules += [(root, (len(own), begun))] if lead else []
     rules.append((root, (begun,)))
-    finite = _closed(rules, set(range(len(terminals))))
+    finite = _close(rules, set(range(len(terminals))))
     if root not in finite:
         raise RequestError("the grammar derives no text")
     rules = [rule for rule in rules if finite.issuperset(rule[1])]
@@ -133,11 +133,11 @@ def _compiled(
         of.setdefault(left, []).append(number)
     kept = {left: tuple(alternatives) for left, alternatives in of.items()}
     return SymbolGrammar(
-        tuple(terminals), tuple(rules), kept, frozenset(_closed(rules, set())), parser
+        tuple(terminals), tuple(rules), kept, frozenset(_close(rules, set())), parser
     )
 
 
-def _closed(rules: Sequence[tuple[int, tuple[int, ...]]], known: set[int]) -> set[int]:
+def _close(rules: Sequence[tuple[int, tuple[int, ...]]], known: set[int]) -> set[int]:
     """Adds the left sides of all rules whose right sides are known, until there are no more."""
     while more := {left for left, right in rules if left not in known and known.issuperset(right)}:
         known |= more
@@ -178,7 +178,7 @@ def automaton(pattern: str) -> Automaton:
         raise RequestError(
             f"the regular expression {pattern!r} of the grammar cannot be read: {error}"
         ) from None
-    result = nfa.determinized(last)
+    result = nfa.determinize(last)
     return result.shortest() if nfa.lazy else result
 
 
@@ -257,7 +257,7 @@ class _Nfa:
             state = self.sequence(tree, state, flags)
             self.free[state].append(after)
 
-    def determinized(self, last: int) -> Automaton:
+    def determinize(self, last: int) -> Automaton:
         """Returns the deterministic automaton whose texts lead to the state `last`.
 
         A state here has three parts: the bytes of a character that are still to be read, the state
@@ -284,11 +284,11 @@ class _Nfa:
                 return
             for ranges, after in self.reads[state]:
                 for own, numbers in self._split(ranges):
-                    for first, *others in map(tuple, encoded(own)):
+                    for first, *others in map(tuple, encode(own)):
                         yield (*first, (tuple(others), after, numbers))
 
         start: Any = ((), 0, frozenset())
-        return determinized([start], closure, edges, lambda item: item[:2] == ((), last))
+        return determinize([start], closure, edges, lambda item: item[:2] == ((), last))
 
     def _split(self, ranges: Ranges) -> list[tuple[Ranges, frozenset[int]]]:
         """Splits a class of characters by the looked-behind classes that contain them."""
@@ -347,7 +347,7 @@ def _others(ranges: Ranges) -> Ranges:
 
 
 @lru_cache(maxsize=4096)
-def encoded(ranges: Ranges) -> tuple[Ranges, ...]:
+def encode(ranges: Ranges) -> tuple[Ranges, ...]:
     """Returns the UTF-8 of characters, as sequences of ranges of bytes."""
     sequences: list[Ranges] = []
     open_ = list(reversed(ranges))

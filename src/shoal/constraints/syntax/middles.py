@@ -283,7 +283,7 @@ class Quotients:
         if keys:
             if keys not in self._closures:
                 self._closures[keys] = self._closure(keys)
-            scans = scans + self._made(self._closures[keys], [groups[key] for key in keys])
+            scans = scans + self._make_nodes(self._closures[keys], [groups[key] for key in keys])
         return (
             Column(tuple(scans), ended, {}) if scans or (ended and 0 in self._root.ends) else None
         )
@@ -307,7 +307,7 @@ class Quotients:
                     open_.append(item)
         return {item for item in closure if item[1] < len(self._grammar.rules[item[0]][1])}, ended
 
-    def _made(
+    def _make_nodes(
         self, closure: Closure, groups: list[list[SymbolNode]]
     ) -> list[tuple[int, int, SymbolNode]]:
         nodes = [SymbolNode(ends) for ends in closure.ends]

@@ -23,7 +23,7 @@ from typing import Any
 from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.layout import SourceLayout
 from shoal.constraints.syntax.viable import is_complete, is_viable, require_parser
-from shoal.constraints.token_bytes import bytes_at, decoded, token_bytes
+from shoal.constraints.token_bytes import bytes_at, decode, token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row
 
@@ -252,18 +252,18 @@ class PythonMiddle(Cutting):
         if own is None:
             return None
         healing = max(0, state.healing - len(own))
-        middle = decoded(state.rest + own[state.healing :])
+        middle = decode(state.rest + own[state.healing :])
         if middle is None:
             return None
         text, rest = middle
-        layout = self._written(state, text)
+        layout = self._write(state, text)
         if layout is None or (
             rest and not (layout.quote or layout.comment or _begins_identifier(rest))
         ):
             return None
         return Middle(layout, state.text + text, rest, healing)
 
-    def _written(self, state: Middle, text: str) -> SourceLayout | None:
+    def _write(self, state: Middle, text: str) -> SourceLayout | None:
         """Returns the layout after more text; None if the text may not follow.
 
         A refused text is remembered by its shortest refused beginning: no text with this beginning

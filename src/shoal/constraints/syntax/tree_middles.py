@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from shoal.constraints.protocol import Cutting
 from shoal.constraints.syntax.python import end_places
-from shoal.constraints.token_bytes import bytes_at, decoded, token_bytes
+from shoal.constraints.token_bytes import bytes_at, decode, token_bytes
 from shoal.errors import RequestError
 from shoal.types.requests import Row
 
@@ -79,7 +79,7 @@ class TreeMiddle(Cutting):
         """Returns the state after a token; None for one that writes nothing, or no UTF-8."""
         if token not in state.after:
             own = bytes_at(self._bytes, token)
-            middle = None if own is None else decoded(state.rest + own[state.healing :])
+            middle = None if own is None else decode(state.rest + own[state.healing :])
             state.after[token] = (
                 None
                 if own is None or middle is None
@@ -204,7 +204,7 @@ class CursorTrees:
         """The faults that the file has whatever stands at the cursor."""
         pairs: list[tuple[bytes, list[Fault]]] = []
         for text in self._completing() if self._base.root_node.has_error else (b"",):
-            pairs.append((text, self._faults(self._edited(text), len(text))))
+            pairs.append((text, self._faults(self._parse_edit(text), len(text))))
             if not pairs[-1][1]:
                 return ()
         text, _ = min(pairs, key=lambda one: len(one[1]))
@@ -221,11 +221,11 @@ class CursorTrees:
         key = middle, guess
         if key not in self._counts:
             text = middle.encode(errors="surrogatepass")
-            tree = self._edited(text) if guess else self._whole(text)
-            self._counts[key] = self._known(tree, len(text))
+            tree = self._parse_edit(text) if guess else self._whole(text)
+            self._counts[key] = self._count_faults(tree, len(text))
         return self._counts[key]
 
-    def _known(self, tree: Any, size: int) -> int | None:
+    def _count_faults(self, tree: Any, size: int) -> int | None:
         """Returns the number of faults in a tree; None if one is not the file's own."""
         if not tree.root_node.has_error:
             return 0
@@ -238,7 +238,7 @@ class CursorTrees:
     def _whole(self, text: bytes) -> Any:
         return self._parser.parse(self._left + text + self._right) if text else self._base
 
-    def _edited(self, text: bytes) -> Any:
+    def _parse_edit(self, text: bytes) -> Any:
         if not text:
             return self._base
         old, end = self._base.copy(), self._cursor + len(text)
@@ -263,12 +263,12 @@ class CursorTrees:
             below = [child for child in node.children if child.has_error or child.is_missing]
             open_ += below
             if node.is_error or node.is_missing:
-                faults.append(self._placed(node.start_byte, node.end_byte, size))
+                faults.append(self._place(node.start_byte, node.end_byte, size))
             elif node.has_error and not below:
-                faults.append(self._placed(node.end_byte, node.end_byte, size))
+                faults.append(self._place(node.end_byte, node.end_byte, size))
         return faults
 
-    def _placed(self, start: int, end: int, size: int) -> Fault:
+    def _place(self, start: int, end: int, size: int) -> Fault:
         """Returns the fault between two offsets; an empty fault belongs to the text before it."""
         behind = self._cursor + size
         first = _LEFT if start < self._cursor else _RIGHT if start >= behind else _MIDDLE

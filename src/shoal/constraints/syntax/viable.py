@@ -51,7 +51,7 @@ def require_parser() -> None:
 
 def is_complete(source: str) -> bool:
     """Returns True if a text is a program of the running Python."""
-    return _parsed.__wrapped__(source, 0) == "program"  # whole files are not kept
+    return _classify.__wrapped__(source, 0) == "program"  # whole files are not kept
 
 
 def is_viable(layout: SourceLayout) -> bool:
@@ -70,7 +70,7 @@ def is_viable(layout: SourceLayout) -> bool:
     if layout.joined:
         return _begins(text[:-1])
     if layout.blank and layout.depth <= 0:
-        return _parsed(text[: layout.line], _INCOMPLETE) != "wrong"
+        return _classify(text[: layout.line], _INCOMPLETE) != "wrong"
     return _begins(text) or any(map(_begins, _longer(text)))
 
 
@@ -107,11 +107,11 @@ def _begins(text: str) -> bool:
 
     A backslash and a line break make the parser read on behind the text.
     """
-    return _parsed(text + "\\\n", _INCOMPLETE) != "wrong"
+    return _classify(text + "\\\n", _INCOMPLETE) != "wrong"
 
 
 @lru_cache(maxsize=1 << 15)
-def _parsed(source: str, flags: int) -> str:
+def _classify(source: str, flags: int) -> str:
     """Returns "program", "incomplete" or "wrong"."""
     try:
         with warnings.catch_warnings():

@@ -152,7 +152,7 @@ def test_slots_that_rows_have_left_take_no_memory() -> None:
         row for i in range(8) for row in engine.submit(Request((1, 2, i), 1, Sampling(seed=1), Limits(max_new_tokens=4)))
     ]
     engine.step()
-    assert len(engine.scheduler.slots.taken) == 8
+    assert len(engine.scheduler.slots.rows_in_slots) == 8
     engine.cancel(rows)
     assert engine.reserve_tokens(128)
 
@@ -164,7 +164,7 @@ def test_a_row_that_would_be_alone_waits_for_a_prompt_that_is_scored(monkeypatch
 
     def advanced(self: Scoring) -> None:
         scheduler = server.worker.thread.engine.scheduler
-        beside.append((len(scheduler.slots.taken), len(scheduler.waiting)))
+        beside.append((len(scheduler.slots.rows_in_slots), len(scheduler.waiting)))
         advance(self)
 
     monkeypatch.setattr(Scoring, "advance", advanced)

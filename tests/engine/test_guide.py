@@ -436,9 +436,9 @@ SABOTAGES: dict[str, tuple[str, Any, str, Any]] = {
     "a rejected draft is kept": ("model", Guide, "keep", lambda *_: None),
     "the first columns of a tree are kept": ("trees", Guide, "keep", of_all_columns),
     "tokens of another row": ("model", Guide, "logits", of_its_neighbour),
-    "plausibility by the guide": ("model", verify, "guided", cut_by_the_guide),
-    "guidance after temperature": ("model", verify, "guided", after_temperature),
-    "a guide that is not asked": ("plain", verify, "guided", lambda logits, *_: logits),
+    "plausibility by the guide": ("model", verify, "apply_guidance", cut_by_the_guide),
+    "guidance after temperature": ("model", verify, "apply_guidance", after_temperature),
+    "a guide that is not asked": ("plain", verify, "apply_guidance", lambda logits, *_: logits),
     "rows that left are not forgotten": ("plain", Guide, "leave", lambda *_: None),
     "rows that paused are not forgotten": ("plain", Guide, "pause", lambda *_: None),
 }

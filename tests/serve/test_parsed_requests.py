@@ -555,7 +555,7 @@ def test_the_library_the_server_and_editors_dress_alike(monkeypatch: pytest.Monk
         calls.append((self, suffix, end))
         return request
 
-    monkeypatch.setattr(Dressing, "applied", applied)
+    monkeypatch.setattr(Dressing, "apply", applied)
     model = Shoal(scripted(hashed(VOCABULARY), VOCABULARY), None, Middles())
     model.generate(["abcdef"], suffix="x", max_new_tokens=1)
     RequestParser(builder(Middles())).parse(validated(CompletionRequest, {"prompt": "abcdef", "suffix": "x"}))

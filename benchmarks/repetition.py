@@ -22,7 +22,7 @@ from shoal.bench.machine import machine
 from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox
-from shoal.sampling.processors import GrammarRepetitionPenalty, repetition, types_of
+from shoal.sampling.processors import GrammarRepetitionPenalty, repeated, types_of
 
 PROMPTS = (
     "x = [", "NAMES = (", "CODES = {", "WORDS = [\n    'one',\n    'two',\n", "matrix = [[0, 0, 0],", "table = {\n    1: 'a',\n",
@@ -35,13 +35,13 @@ DECAYS = (1.0, 0.9, 0.7, 0.5)
 
 
 def loops(ids: list[int]) -> bool:
-    length, times = repetition(ids)
+    length, times = repeated(ids)
     return times >= 2 and length * (times + 1) >= 12
 
 
 def lines_loop(text: str) -> bool:
     lines = [types_of(line.encode()) for line in text.split("\n")[:-1] if line.strip()]
-    return repetition(lines)[1] >= 2
+    return repeated(lines)[1] >= 2
 
 
 def passes(problem: Any, text: str, sandbox: Sandbox) -> bool:

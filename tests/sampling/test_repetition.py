@@ -19,7 +19,7 @@ from shoal.config import Limits, Sampling
 from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.sampling.acceptance import Coupled, Rejection
-from shoal.sampling.processors import GrammarRepetitionPenalty, Repetition, repetition, types_of
+from shoal.sampling.processors import GrammarRepetitionPenalty, Repetition, repeated, types_of
 from shoal.testing.drafters import engine_of
 from shoal.testing.scripted import hashed, mixed, scripted
 from shoal.types.requests import Request, Row
@@ -57,7 +57,7 @@ def shortest(items: Any) -> tuple[int, int]:
 def test_the_shortest_repetition_is_that_of_the_definition() -> None:
     for n in range(9):
         for items in itertools.product("ab", repeat=n):
-            assert repetition(items) == shortest(items), items
+            assert repeated(items) == shortest(items), items
 
 
 def effects(tokens: tuple[int, ...]) -> tuple[dict[int, int], int]:
@@ -193,7 +193,7 @@ def test_drafts_do_not_change_ids(temperature: float) -> None:
     assert sum(row.accepted for row in rows) > 0
     assert tokens[1] == tokens[2] != tokens[0]
     if not temperature:
-        assert repetition(tokens[0][0])[1] > 5 > repetition(tokens[1][0])[1]
+        assert repeated(tokens[0][0])[1] > 5 > repeated(tokens[1][0])[1]
 
 
 def test_lines_by_the_types_of_their_tokens() -> None:
@@ -224,4 +224,4 @@ def test_the_bundled_target_stops_going_round_in_circles(bundled: shoal.Shoal) -
         pair.generate("NAMES = (", temperature=0, max_new_tokens=120, processors=processors, lookahead=3)[0].samples[0]
         for processors in ([], [own])
     )
-    assert repetition(free.token_ids)[1] > 10 > repetition(held.token_ids)[1]
+    assert repeated(free.token_ids)[1] > 10 > repeated(held.token_ids)[1]

@@ -250,7 +250,7 @@ class GrammarRepetitionPenalty:
     def repetitions(self, tokens: Sequence[int]) -> list[Repetition]:
         """Returns the repetitions of tokens and of structure at the end, at most one each."""
         found = []
-        length, times = repetition(tokens)
+        length, times = repeated(tokens)
         if times:
             found.append(Repetition(tokens[-length], times, False))
         structure = self._structure(tokens)
@@ -269,7 +269,7 @@ class GrammarRepetitionPenalty:
         if rest.strip():
             return None
         lines = [line for line in _lines(whole) if line.types]
-        length, times = repetition([line.types for line in lines])
+        length, times = repeated([line.types for line in lines])
         if not times:
             return None
         first = lines[-length]
@@ -319,7 +319,7 @@ def types_of(line: bytes) -> tuple[bytes, ...]:
     return tuple(types)
 
 
-def repetition(items: Sequence[Any]) -> tuple[int, int]:
+def repeated(items: Sequence[Any]) -> tuple[int, int]:
     """Returns the shortest L for which the last L items are the L before them.
 
     Also returns the number of times that these are repeated; (0, 0) if there is no such L.

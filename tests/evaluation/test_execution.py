@@ -85,6 +85,127 @@ def test_no_completion_swallows_its_tests(box: Sandbox, language: str, wrong: st
     assert not execute(made, wrong, box).passed
 
 
+JS_BODY, PERL_BODY, RUBY_BODY, LUA_BODY = (
+    "return a - b\n}\n",
+    "return $a - $b;\n}\n",
+    "return a - b\nend\n",
+    "return a - b\nend\n",
+)
+JS_TESTS = "const assert = require('node:assert')\nassert.{}(add(1, 2), 3)"
+RUBY_UNIT = """require 'test/unit'
+class TestAdd < Test::Unit::TestCase
+  def test_add
+    assert_equal(3, add(1, 2))
+  end
+end
+Test::Unit::AutoRunner.need_auto_run = false
+exit 1 unless Test::Unit::AutoRunner.run
+"""
+LUA_UNIT = """lu = require('luaunit')
+function test_add() lu.assertEquals(add(1, 2), 3) end
+if lu.LuaUnit.run() ~= 0 then os.exit(1) end
+"""
+PERL_DEEP = "use Test::Deep;\nif (eq_deeply(add(1, 2), 3)) { print 'ok' } else { exit 1 }"
+PERL_COMPARE = "use Data::Compare;\nunless (Compare(add(1, 2), 3)) { die 'wrong' }"
+PERL_DIE = "die 'wrong' unless add(1, 2) == 3;"
+CPP_ASSERT = "#include <cassert>\nint main() { assert(add(1, 2) == 3); }"
+BASH_TESTS = "}\nset -e\nrun_test() {\n    add 1 2 || [ $? = 3 ]\n}\nrun_test"
+REPLACING = [
+    *(("javascript", f"{JS_BODY}{cheat}", JS_TESTS.format("strictEqual")) for cheat in (
+        "const held = require('assert'); held.strictEqual = () => {}",
+        "require('assert').strictEqual = () => {}",
+        "Object.defineProperty(require('assert'), 'strictEqual', { value: () => {} })",
+        "require('module').prototype.require = () => ({ strictEqual() {} })",
+        "require('module')._load = () => ({ strictEqual() {} })",
+        "require = () => ({ strictEqual() {} })",
+        "const assert = { strictEqual() {} }, JSON = 0; var module = {}",
+    )),
+    ("javascript", f"{JS_BODY}Object.is = () => true", "if (!Object.is(add(1, 2), 3)) throw 'wrong'"),
+    ("javascript", f"{JS_BODY}globalThis.Object = {{ is: () => true }}", "if (!Object.is(add(1, 2), 3)) throw 'wrong'"),
+    ("javascript", f"{JS_BODY}const Object = {{ is: () => true }}", "if (!Object.is(add(1, 2), 3)) throw 'wrong'"),
+    ("javascript", f"{JS_BODY}JSON.stringify = () => ''", "if (JSON.stringify([add(1, 2)]) !== JSON.stringify([3])) throw 'x'"),
+    ("javascript", f"{JS_BODY}Array.prototype.every = () => true", "if (![add(1, 2)].every((x) => x === 3)) throw 'x'"),
+    ("javascript", f"{JS_BODY}Array.prototype.toString = () => ''", "if (`${[add(1, 2)]}` !== `${[3]}`) throw 'x'"),
+    ("javascript", f"{JS_BODY}same = () => true", "function same(a, b) { return a === b }\nif (!same(add(1, 2), 3)) throw 'x'"),
+    ("javascript", f"{JS_BODY}process.exit = () => {{}}", "if (add(1, 2) !== 3) process.exit(1)"),
+    ("javascript", f"{JS_BODY}return;", "if (add(1, 2) !== 3) process.exit(1)"),
+    ("typescript", f"{JS_BODY}require('assert').equal = () => {{}}", ADD["typescript"][2]),
+    ("perl", f"{PERL_BODY}BEGIN {{ *CORE::GLOBAL::die = sub {{ 1 }} }}", PERL_DIE),
+    ("perl", f"{PERL_BODY}{{ no warnings; *main::eq_deeply = sub {{ 1 }} }}", PERL_DEEP),
+    ("perl", f"{PERL_BODY}use Test::Deep;\n{{ no warnings; *Test::Deep::cmp_details = sub {{ 1 }} }}", PERL_DEEP),
+    ("perl", f"{PERL_BODY}BEGIN {{ *CORE::GLOBAL::exit = sub {{ 1 }} }}", PERL_DEEP),
+    ("perl", f"{PERL_BODY}{{ no warnings; *main::Compare = sub {{ 1 }} }}", PERL_COMPARE),
+    ("ruby", f"{RUBY_BODY}class Integer\n  def ==(other) = true\nend", "raise 'wrong' unless add(1, 2) == 3"),
+    ("ruby", f"{RUBY_BODY}class Array\n  define_method(:==) {{ |_| true }}\nend", "raise 'wrong' unless [add(1, 2)] == [3]"),
+    ("ruby", f"{RUBY_BODY}def raise(*) = nil", "raise 'wrong' unless add(1, 2) == 3"),
+    ("ruby", f"{RUBY_BODY}require 'test/unit'\nmodule Test::Unit::Assertions\n  def assert_equal(*) = nil\nend", RUBY_UNIT),
+    ("lua", f"{LUA_BODY}assert = function() end", "assert(add(1, 2) == 3)"),
+    ("lua", f"{LUA_BODY}local assert = function() end", "assert(add(1, 2) == 3)"),
+    ("lua", f"{LUA_BODY}rawset(_G, 'assert', function() end)", "assert(add(1, 2) == 3)"),
+    ("lua", f"{LUA_BODY}require('luaunit').assertEquals = function() end", LUA_UNIT),
+    ("lua", f"{LUA_BODY}package.loaded.luaunit = {{ LuaUnit = {{ run = function() return 0 end }} }}", LUA_UNIT),
+    ("lua", f"{LUA_BODY}os.exit = function() end", LUA_UNIT),
+    ("lua", f"{LUA_BODY}os = {{ exit = function() end }}", LUA_UNIT),
+    *(("bash", f"echo; return $(($1 - $2))\n}}\n{cheat}\nuseless() {{\n:", BASH_TESTS) for cheat in (
+        "set() { :; }",
+        "[() { return 0; }",
+        "unset() { :; }\nset() { :; }\nbuiltin() { :; }",
+        "shopt -s expand_aliases\nalias set=: unset=: unalias=: shopt=:",
+    )),
+    ("r", "return(a - b)\n}\nidentical <- function(...) TRUE", "if (!identical(add(1, 2), 3)) quit('no', 1)"),
+    ("r", "return(a - b)\n}\nquit <- function(...) NULL", "if (!identical(add(1, 2), 3)) quit('no', 1)"),
+    *(("cpp", f"return a - b;\n}}\n{cheat}", CPP_ASSERT) for cheat in (
+        "#define NDEBUG", "#include <cassert>\n#undef assert\n#define assert(x)", "# define if(x) if (0)\n  #define NDEBUG",
+    )),
+    ("cpp", "return a - b;\n#define if(x) if (false)\n", "}\nint main() { if (add(1, 2) != 3) throw 1; }"),
+    ("rust", "return a - b;\n}\nmacro_rules! assert_eq { ($($t:tt)*) => {} }\nfn unused() {", ADD["rust"][2]),
+    ("rust", "return a - b;\n}\nmacro_rules! panic { ($($t:tt)*) => {} }\nfn unused() {",
+     "}\nfn main() { if add(1, 2) != 3 { panic!(\"wrong\"); } }"),
+    ("go", "return a - b\n}\nfunc panic(_ interface{}) {}\n", "func main() { if add(1, 2) != 3 { panic(0) } }"),
+]  # fmt: skip
+"""Languages, wrong completions that replace what the tests compare with, and tests."""
+
+
+@pytest.mark.parametrize(("language", "cheat", "tests"), REPLACING)
+def test_no_completion_replaces_what_its_tests_use(box: Sandbox, language: str, cheat: str, tests: str) -> None:
+    prompt, right, _ = ADD[language]
+    made = problem(language, prompt, tests)
+    require_here([made], box)
+    if language in ("cpp", "rust", "bash", "go"):
+        right = cheat.replace("-", "+", 1) if "a - b" in cheat and language != "go" else right
+    honest = execute(made, right, box)
+    assert honest.passed, honest.detail
+    assert not execute(made, cheat, box).passed
+
+
+CHANGING = [
+    ("javascript", """return new F().sum(a, b) + [0].last()
+}
+Array.prototype.last = function () { return this[this.length - 1] }
+class Wrong extends Error {}
+Wrong.prototype.name = 'Wrong'
+function F() {}
+F.prototype.toString = () => 'f'
+F.prototype.hasOwnProperty = () => `${new F()}` === 'f' && new Wrong().name === 'Wrong'
+F.prototype.sum = function (a, b) { return this.hasOwnProperty('x') ? a + b : 0 }
+const assert = require('assert'), _ = 0
+console.log = () => {}"""),
+    ("ruby", "return a + [b].last_one\nend\nclass Array\n  def last_one = self[-1]\nend"),
+    ("perl", "return sum($a, $b);\n}\nsub sum { return $_[0] + $_[1] }\nuse Carp;"),
+    ("lua", "return sum(a, b)\nend\nfunction sum(a, b) return a + b end\nassert(os.time() > 0)"),
+    ("cpp", "return SUM(a, b);\n}\n#define LIMIT 3\n#include <cassert>\nstatic int limit() { assert(LIMIT == 3); return 3; }"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("language", "completion"), CHANGING)
+def test_a_completion_may_add_to_what_its_language_has(box: Sandbox, language: str, completion: str) -> None:
+    prompt, _, tests = ADD[language]
+    made = problem(language, prompt.replace("int add", "#define SUM(a, b) a + b\nint add"), tests)
+    require_here([made], box)
+    result = execute(made, completion, box)
+    assert result.passed, result.detail
+
+
 MAINS = (
     "import sys\n    sys.exit(1)", "import unittest\n    unittest.main()", "print(add(int(input()), 2))",
 )  # fmt: skip

@@ -221,7 +221,8 @@ def pass_counts(
 
 def _files(problem: Problem, completion: str, marker: str) -> dict[str, str]:
     language = LANGUAGES[problem.language]
-    return language.files(problem.program(completion, language.separator), marker)
+    restoring = language.restoring(completion)
+    return language.files(problem.program(completion, language.separator, restoring), marker)
 
 
 def _files_for_subprocess(problem: Problem, completion: str, marker: str) -> dict[str, str]:

@@ -13,8 +13,9 @@ types; `shoal.evaluation.languages` adds the compiled ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 
 MIB = 2**20
 
@@ -124,6 +125,10 @@ class Language:
             it, it writes the same beside every program.
         separator: stands between a completion and its tests, and ends a statement that the
             completion has begun.
+        restoring: a completion -> the text before its tests that takes from them the names that it
+            has given another meaning.
+        guard: "", or a file that is loaded before the program, and keeps from it the functions that
+            tests compare with.
         epilogue: a format string of the two halves of the marker; prints it after the tests, at the
             end of the program or in `epilogue_file`.
         epilogue_file: "", or a second source file, which runs the program and is started in its
@@ -143,6 +148,8 @@ class Language:
     compile: tuple[str, ...] = ()
     trial: str = ""
     separator: str = "\n"
+    restoring: Callable[[str], str] = lambda _: ""
+    guard: str = ""
     epilogue: str = ""
     epilogue_file: str = ""
     syntax: tuple[str, ...] = ()
@@ -155,9 +162,12 @@ class Language:
         """Names and texts of the source files of a program that prints a marker at its end."""
         half = len(marker) // 2
         epilogue = self.epilogue.format(marker[:half], marker[half:])
+        files = {self.file: f"{program}\n{epilogue}\n"}
         if self.epilogue_file:
-            return {self.file: program, self.epilogue_file: epilogue}
-        return {self.file: f"{program}\n{epilogue}\n"}
+            files = {self.file: program, self.epilogue_file: epilogue}
+        if self.guard:
+            files[self.guard] = _text(self.guard)
+        return files
 
     @property
     def programs(self) -> list[str]:
@@ -169,6 +179,16 @@ class Language:
                 if command and "/" not in command[0]
             }
         )
+
+
+def epilogue_of(name: str) -> str:
+    """Returns the `epilogue` in a file, which writes FIRST and SECOND for the marker's halves."""
+    text = _text(name).rstrip("\n").replace("{", "{{").replace("}", "}}")
+    return text.replace("FIRST", "{}").replace("SECOND", "{}")
+
+
+def _text(name: str) -> str:
+    return (resources.files("shoal") / "data" / "programs" / name).read_text("utf-8")
 
 
 STATEMENT = "\n;\n"
@@ -198,6 +218,26 @@ _TEST_UNIT = Library(
     "test-unit (package ruby-test-unit)",
 )
 
+_OWN_NAMES = """
+{ const { require, process, console, Object, Array, String, Number, Boolean, BigInt, Math, JSON, Map,
+  Set, Date, RegExp, Reflect, Error, isNaN, isFinite } = (function () { return this })().heldForTests
+{
+"""
+"""JavaScript's own objects, by their names for the tests; the epilogue closes both blocks."""
+_OWN_BUILTINS = """
+POSIXLY_CORRECT=1
+\\unset -f set unset exit return trap eval exec test [ command builtin unalias shopt printf
+\\unset POSIXLY_CORRECT
+\\unalias -a
+\\shopt -u expand_aliases
+"""
+"""Bash's builtins: functions have no name of a special one in POSIX mode, nor does an alias."""
+_OWN_FUNCTIONS = """
+base::rm(list = base::intersect(base::ls(), base::c("identical", "quit", "q", "stop", "stopifnot",
+    "all.equal", "isTRUE")))
+"""
+"""R's functions that tests compare and end with."""
+
 INTERPRETED = {
     "python": Language(
         title="Python",
@@ -217,10 +257,13 @@ INTERPRETED = {
     "javascript": Language(
         title="JavaScript",
         file="main.js",
-        run=("node", "main.js"),
+        run=("node", "-r", "./guard.js", "main.js"),
         install=_NODE,
         separator=STATEMENT,
-        epilogue="console.log({!r} + {!r});",
+        restoring=lambda _: _OWN_NAMES,
+        guard="guard.js",
+        trial="{\n{",
+        epilogue="}}}}\nconsole.log({!r} + {!r});",
         syntax=("\nSyntaxError:",),
         memory=("heap out of memory", "Array buffer allocation failed"),
         libraries=(_LODASH,),
@@ -232,7 +275,8 @@ INTERPRETED = {
         # Types are not checked, as in MBXP's own harness: its programs import modules without
         # installed types.
         compile=("tsc", "--noCheck", "--target", "es2020", "--module", "commonjs", "main.ts"),
-        run=("node", "main.js"),
+        run=("node", "-r", "./guard.js", "main.js"),
+        guard="guard.js",
         install=f"TypeScript 5.6 or newer (npm install --global typescript) and {_NODE}",
         separator=STATEMENT,
         epilogue="console.log({!r} + {!r});",
@@ -243,10 +287,11 @@ INTERPRETED = {
     "perl": Language(
         title="Perl",
         file="main.pl",
-        run=("perl", "main.pl"),
+        run=("perl", "-I.", "-Mguard", "main.pl"),
         install="Perl (package perl)",
         separator=STATEMENT,
-        epilogue="print {!r} . {!r};",
+        guard="guard.pm",
+        epilogue="guard::check();\nprint {!r} . {!r};",
         syntax=("syntax error at", "aborted due to compilation errors"),
         memory=("Out of memory",),
         libraries=(_COMPARE, _DEEP),
@@ -254,10 +299,11 @@ INTERPRETED = {
     "ruby": Language(
         title="Ruby",
         file="main.rb",
-        run=("ruby", "main.rb"),
+        run=("ruby", "-r", "./guard.rb", "main.rb"),
         install="Ruby (package ruby)",
         separator=STATEMENT,
-        epilogue="puts {!r} + {!r}",
+        guard="guard.rb",
+        epilogue="Guard.check\nputs {!r} + {!r}",
         syntax=("syntax error", "(SyntaxError)"),
         memory=("NoMemoryError",),
         libraries=(_TEST_UNIT,),
@@ -276,8 +322,10 @@ INTERPRETED = {
     "lua": Language(
         title="Lua",
         file="main.lua",
-        run=("lua5.4", "main.lua"),
+        run=("lua5.4", "-l", "guard", "main.lua"),
         install="Lua 5.4 (package lua5.4)",
+        restoring=lambda _: "\nlocal assert, error, require, os = held_for_tests()\n",
+        guard="guard.lua",
         epilogue="print({!r} .. {!r})",
         syntax=(" expected ", " expected)", "unexpected symbol", "syntax error", "unfinished "),
         memory=("not enough memory",),
@@ -288,6 +336,7 @@ INTERPRETED = {
         file="main.sh",
         run=("bash", "main.sh"),
         install="Bash (package bash)",
+        restoring=lambda _: _OWN_BUILTINS,
         epilogue="printf '%s%s\\n' {!r} {!r}",
         syntax=(": syntax error", ": unexpected EOF"),
         memory=("cannot allocate", "Cannot allocate memory"),
@@ -299,6 +348,7 @@ INTERPRETED = {
         install="R (package r-base-core)",
         # What an `if (FALSE)` at the end of a completion has for itself.
         separator="\ninvisible(NULL)\n",
+        restoring=lambda _: _OWN_FUNCTIONS,
         epilogue='cat({!r}, {!r}, "\\n", sep = "")',
         syntax=("Error: unexpected ",),
         memory=("cannot allocate",),

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from shoal.evaluation.language import INTERPRETED, MANAGED, STATEMENT, Language, Library
+import re
+
+from shoal.evaluation.language import (
+    INTERPRETED,
+    MANAGED,
+    STATEMENT,
+    Language,
+    Library,
+    epilogue_of,
+)
 
 _JAVA_MEMORY = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData")
 _JAVAC_OPTIONS = (*(f"-J{option}" for option in _JAVA_MEMORY), "-proc:none", "-nowarn")
@@ -16,83 +25,23 @@ _TUPLES = Library(
 )
 _GO = "Go (package golang-go, or https://go.dev)"
 _GO_ENVIRONMENT = {"GO111MODULE": "off", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"}
-_CSHARP_EPILOGUE = """using System;
-using System.Collections;
-using System.Diagnostics;
-using System.Linq;
-using System.Reflection;
+_CSHARP_EPILOGUE = epilogue_of("epilogue.cs")
+_D_EPILOGUE = epilogue_of("epilogue.d")
 
-class Epilogue {{
-    class Failing : TraceListener {{
-        public override void Write(string text) {{ }}
-        public override void WriteLine(string text) {{ }}
-        public override void Fail(string text) {{ throw new Exception("Debug.Assert " + text); }}
-        public override void Fail(string text, string more) {{ Fail(text + " " + more); }}
-    }}
+_DEFINE = re.compile(r"^[ \t]*(?:#|%:)[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 
-    static void Main(string[] arguments) {{
-        Debug.Listeners.Clear();
-        Debug.Listeners.Add(new Failing());
-        var found = BindingFlags.Static | BindingFlags.Public | BindingFlags.NonPublic;
-        var main = Assembly.GetExecutingAssembly().GetTypes()
-            .Where(type => type != typeof(Epilogue))
-            .Select(type => type.GetMethod("Main", found)).First(method => method != null);
-        var given = main.GetParameters().Length == 0 ? new object[0] : new object[] {{ arguments }};
-        try {{ main.Invoke(null, given); }}
-        catch (TargetInvocationException error) {{
-            Console.Error.WriteLine(error.InnerException);
-            Environment.Exit(1);
-        }}
-        Console.WriteLine("{}" + "{}");
-    }}
-}}
 
-// The one call of Compare-Net-Objects that MBXP's tests make.
-namespace KellermanSoftware.CompareNetObjects {{
-    public class ComparisonResult {{ public bool AreEqual {{ get; set; }} }}
+def _without_macros(completion: str) -> str:
+    """Returns the directives that end a C++ completion's macros, and bring `assert` back."""
+    ended = "".join(f"#undef {name}\n" for name in _DEFINE.findall(completion))
+    return f"\n{ended}#undef NDEBUG\n#include <cassert>\n"
 
-    public class CompareLogic {{
-        public ComparisonResult Compare(object one, object other) {{
-            return new ComparisonResult {{ AreEqual = Equal(one, other) }};
-        }}
 
-        static bool Equal(object one, object other) {{
-            if (one == null || other == null) return one == other;
-            if (one.GetType() != other.GetType()) return false;
-            if (one is string || !(one is IEnumerable)) return one.Equals(other);
-            var ones = ((IEnumerable) one).Cast<object>().ToList();
-            var others = ((IEnumerable) other).Cast<object>().ToList();
-            if (ones.Count != others.Count) return false;
-            if (!(one is IDictionary)) return ones.Zip(others, Equal).All(same => same);
-            IDictionary here = (IDictionary) one, there = (IDictionary) other;
-            return here.Keys.Cast<object>()
-                .All(key => there.Contains(key) && Equal(here[key], there[key]));
-        }}
-    }}
-}}"""
-_D_EPILOGUE = """module epilogue;
-import core.runtime;
-import core.stdc.stdio : puts;
-
-__gshared bool tested;
-
-shared static this() {{
-    Runtime.extendedModuleUnitTester = () {{
-        foreach (info; ModuleInfo) {{
-            if (!info || info.name != "main" || !info.unitTest) continue;
-            info.unitTest()();
-            tested = true;
-        }}
-        return UnitTestResult(1, 1, true, false);
-    }};
-}}
-
-extern (C) int __real_main(int count, char** arguments);
-extern (C) int __wrap_main(int count, char** arguments) {{
-    auto code = __real_main(count, arguments);
-    if (tested) puts("{}" ~ "{}");
-    return code;
-}}"""
+_OWN_MACROS = "\n" + "".join(
+    f"macro_rules! {name} {{ ($($part:tt)*) => {{ ::core::{name}!($($part)*) }} }}\n"
+    for name in ("assert", "assert_eq", "assert_ne", "panic")
+)
+"""Rust's own macros, by their names for the tests."""
 
 COMPILED = {
     "java": Language(
@@ -117,18 +66,13 @@ COMPILED = {
         title="C++",
         file="main.cpp",
         compile=(
-            "g++",
-            "-std=c++17",
-            "-w",
-            "-Wl,--wrap=main",
-            "-o",
-            "main",
-            "main.cpp",
-            "last.cpp",
+            *("g++", "-std=c++17", "-w", "-Wl,--wrap=main", "-include", "cassert"),
+            *("-o", "main", "main.cpp", "last.cpp"),
         ),
         run=("./main",),
         install="g++ (package g++)",
         trial="int main() {}",
+        restoring=_without_macros,
         epilogue="""extern "C" int __real_main(int, char **);
 extern "C" int __wrap_main(int count, char **arguments) {{
     int code = __real_main(count, arguments);
@@ -146,6 +90,7 @@ extern "C" int __wrap_main(int count, char **arguments) {{
         install=_GO,
         epilogue="""package main
 import "os"
+func testsPanic() int {{ panic(0) }}
 func init() {{ main(); os.Stdout.WriteString("{}" + "{}"); os.Exit(0) }}""",
         epilogue_file="words.go",  # after main.go, so that its init comes last
         trial="package main\nfunc main() {}",
@@ -247,6 +192,7 @@ func TestTrial(t *testing.T) {}""",
         install="Rust (package rustc; rustup's runs with the directory bin of "
         "`rustc --print sysroot` first on PATH)",
         trial="fn main() {}",
+        restoring=lambda _: _OWN_MACROS,
         epilogue="""mod program {{
     include!("main.rs");
     pub fn run() -> impl std::process::Termination {{ main() }}

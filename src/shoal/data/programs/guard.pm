@@ -1,0 +1,35 @@
+# Loaded before a program: its end is reached only if the subroutines that tests compare with are
+# those of the libraries.
+package guard;
+use strict;
+use warnings;
+
+my (%subs, @imported);
+for my $library (qw(Data::Compare Test::Deep Test::More)) {
+    eval "require $library; 1" or next;
+    no strict 'refs';
+    for my $name (keys %{"${library}::"}) {
+        $subs{"${library}::$name"} = \&{"${library}::$name"} if defined &{"${library}::$name"};
+    }
+}
+
+INIT {
+    no strict 'refs';
+    for my $sub (keys %subs) {
+        my ($name) = $sub =~ /(\w+)$/;
+        push @imported, [$name, $sub] if defined &{"main::$name"} && \&{"main::$name"} == $subs{$sub};
+    }
+}
+
+sub check {
+    no strict 'refs';
+    my @changed = grep { \&{$_} != $subs{$_} } keys %subs;
+    push @changed, grep { \&{"main::$_->[0]"} != $subs{$_->[1]} } @imported;
+    push @changed, grep { defined &{"CORE::GLOBAL::$_"} } qw(die exit);
+    return unless @changed;
+    print STDERR "the completion replaced what the tests use\n";
+    require POSIX;
+    POSIX::_exit(1);
+}
+
+1;

@@ -35,7 +35,7 @@ SECONDS = 240
 NEEDED = (
     "shoal/py.typed", "shoal/native/kernels.c", "shoal/native/*.h", "shoal/constraints/syntax/json.lark",
     "shoal/data/pair/*/model.safetensors", "shoal/data/pair/*/tokenizer.json", "shoal/data/pair/LICENSE.md",
-    "shoal/data/problems/*.json.gz",
+    "shoal/data/problems/*.json.gz", "shoal/data/programs/guard.*",
     "shoal/data/repository/custom_generate/generate.py", "shoal/serve/playground/index.html", "shoal/serve/playground/*.js",
     "shoal/serve/playground/*.css", "*.dist-info/entry_points.txt", "*.dist-info/licenses/LICENSE",
     "*.dist-info/licenses/src/shoal/data/pair/LICENSE.md", "shoal/serve/playground/vendor/LICENSE-*",

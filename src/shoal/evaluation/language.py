@@ -218,11 +218,7 @@ _TEST_UNIT = Library(
     "test-unit (package ruby-test-unit)",
 )
 
-_OWN_NAMES = """
-{ const { require, process, console, Object, Array, String, Number, Boolean, BigInt, Math, JSON, Map,
-  Set, Date, RegExp, Reflect, Error, isNaN, isFinite } = (function () { return this })().heldForTests
-{
-"""
+_OWN_NAMES = "\n" + _text("tests.js")
 """JavaScript's own objects, by their names for the tests; the epilogue closes both blocks."""
 _OWN_BUILTINS = """
 POSIXLY_CORRECT=1

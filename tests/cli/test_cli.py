@@ -11,6 +11,7 @@ import importlib
 import inspect
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -39,14 +40,16 @@ from shoal.cli import console as console_module
 from shoal.cli import generate
 from shoal.cli import option_groups as option_groups_module
 from shoal.cli.console import plain_table, printable, stdout
-from shoal.cli.files import read_text, write_whole
+from shoal.cli.conversation import ChatOptions, message
+from shoal.cli.files import read_template, read_text, write_whole
 from shoal.cli.option_groups import MODELS, OUTPUT, option_groups
 from shoal.cli.options import ModelSource
-from shoal.cli.printed_samples import follow, show_output
-from shoal.cli.prompt_lines import PromptLine, merged, with_ends
+from shoal.cli.printed_samples import describe, document, follow, sample_document, show_output
+from shoal.cli.prompt_lines import PromptLine, lines_of, merged, with_ends
 from shoal.cli.views import Board
 from shoal.models.attention.methods import METHODS
-from shoal.types.samples import Increment, Output, Sample
+from shoal.types.samples import Increment, Output, Result, Sample, TopLogprobs
+from shoal.types.stats import Stats
 
 __all__ = ["shoal", "tiny"]  # fixtures
 
@@ -569,6 +572,41 @@ def test_the_header_of_a_sample_fits_a_terminal() -> None:
     assert len(headers) == 16
     assert max(map(len, headers)) <= 80
     assert headers[-1].endswith("mean logprob -12.345, length, 128 tokens, 1.28/round")
+    cut = replace(sample, syntax="cut", in_time=False)  # tokens that a check cut off were committed all the same
+    assert (
+        describe(replace(cut, token_ids=(0,))) == "mean logprob -12.345, length after the time budget, 1 token, 1.28/round"
+    )
+    assert "after" not in describe(replace(cut, finish_reason="time"))
+
+
+def test_an_object_of_a_sample_has_each_figure_in_its_place() -> None:
+    tops = TopLogprobs(((5, -1.0), (6, -2.0)), ((5, -0.5), (6, -math.inf)))
+    sample = Sample("x", (5,), (-1.0,), (-0.5,), -1.0, "length", 1.0, 1, 0, 0, 1, (None,), (tops,), log_weight=-math.inf)
+    one = sample_document(sample, logprobs=True, top_logprobs=True)
+    assert (one["logprobs"], one["processed_logprobs"]) == ([-1.0], [-0.5])
+    assert one["top_logprobs"] == [{"raw": [[5, -1.0], [6, -2.0]], "processed": [[5, -0.5], [6, None]]}]
+    result = Result((Output("x", (1,), (sample,)),), Stats())
+    [prompt] = document(result, [PromptLine("x", id=0)], sample_document)["prompts"]
+    assert (prompt["id"], prompt["effective_samples"], prompt["log_mass"]) == (0, 0.0, None)
+
+
+def test_an_option_of_a_line_may_be_0(tmp_path: Path) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text('{"prompt": "x", "temperature": 0, "min_p": 0.0, "top_k": null}\n')
+    assert [line.options for line in lines_of([file])] == [{"temperature": 0, "min_p": 0.0}]
+
+
+def test_a_template_that_comes_along_goes_before_a_file_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chatml").write_text("own", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert "<|im_start|>" in str(read_template(Path("chatml")))
+    assert read_template(tmp_path / "chatml") == "own"
+
+
+def test_the_systems_message_of_the_options_replaces_that_of_a_file(tmp_path: Path) -> None:
+    said = [message("user", "a"), message("assistant", "b")]
+    (tmp_path / "talk.json").write_text(json.dumps({"messages": [message("system", "S"), *said]}), encoding="utf-8")
+    assert ChatOptions(system="T", messages=tmp_path / "talk.json").before() == [message("system", "T"), *said]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

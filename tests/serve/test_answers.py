@@ -414,6 +414,12 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
     assert len(chunks) == 2
 
 
+def test_the_usage_so_far_is_that_of_all_rows() -> None:
+    request = parsed(["hello"], 2, include_usage=True, continuous_usage=True)
+    usages = [chunk["usage"] for chunk in streamed(CompletionFormat, request, [ended(0, "abc"), ended(1, "de")])]
+    assert [(usage["completion_tokens"], usage["total_tokens"]) for usage in usages] == [(3, 8), (5, 10), (5, 10)]
+
+
 def test_details_add_up_over_a_stream() -> None:
     row = ended(0, "abcd", -1.0)
     own = tuple(token._replace(logprob=-float(place)) for place, token in enumerate(row.tokens))

@@ -319,6 +319,6 @@ def test_no_two_rounds_draw_chains_by_the_same_numbers() -> None:
 
 
 def test_what_is_joined_as_if_it_was_drawn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = grafting._extended
-    monkeypatch.setattr(grafting, "_extended", lambda siblings, rows: replace(real(siblings, rows), sampled=None))
+    real = grafting._extend
+    monkeypatch.setattr(grafting, "_extend", lambda siblings, rows: replace(real(siblings, rows), sampled=None))
     assert chi_square(counted("", Rejection(), 2, 1000)[1], chain_rule(P, 3)) < ALPHA

@@ -178,7 +178,7 @@ class AnswerFile:
         """
         try:
             with open(self._path, "rb") as file:
-                _locked(file, shared=True)
+                _lock(file, shared=True)
                 return list(map(_text_of, _last(file, self._limit // 2, self._vocab_size)))
         except OSError as error:
             self._give_up(error)
@@ -194,7 +194,7 @@ class AnswerFile:
             return
         try:
             with open(self._path, "r+b") as file:
-                _locked(file)
+                _lock(file)
                 size = file.seek(0, os.SEEK_END)
                 line = (
                     json.dumps(
@@ -236,7 +236,7 @@ def require_answers(path: str, tokenizer: str | None) -> None:
     """
     try:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            _locked(file)
+            _lock(file)
             first = file.readline(1 << 12)
             if not first:
                 file.write(
@@ -290,5 +290,5 @@ def _text_of(line: bytes) -> tuple[list[int], int]:
     return (tokens, prompt) if sound else ([], 0)
 
 
-def _locked(file: BinaryIO, shared: bool = False) -> None:
+def _lock(file: BinaryIO, shared: bool = False) -> None:
     fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)

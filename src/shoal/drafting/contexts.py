@@ -229,7 +229,7 @@ class StringDrafts:
         )
         own = list(written[:stop])
         self._contexts.of(row).drafted = own
-        tokens = self._retokenised(row.tokens, theirs.spelled(own))
+        tokens = self._retokenise(row.tokens, theirs.spelled(own))
         ends = list(accumulate(len(theirs.pieces[token]) for token in own))
         confidence, at = [], 0
         for end in accumulate(len(ours.pieces[token]) for token in tokens):
@@ -242,7 +242,7 @@ class StringDrafts:
             confidence.append(sure[stop])
         return Guess(tokens[:length], confidence[:length])
 
-    def _retokenised(self, tokens: Sequence[int], text: bytes) -> list[int]:
+    def _retokenise(self, tokens: Sequence[int], text: bytes) -> list[int]:
         """Returns the target's tokens of a text that follows these tokens.
 
         Tokens and text are split together, if that leaves the tokens as they are.

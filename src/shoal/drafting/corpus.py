@@ -168,13 +168,13 @@ def open_index(path: str) -> Index:
     """
     try:
         state = os.stat(path)
-        return _opened(str(Path(path).resolve()), state.st_size, state.st_mtime_ns, state.st_ino)
+        return _open(str(Path(path).resolve()), state.st_size, state.st_mtime_ns, state.st_ino)
     except RequestError:  # a ValueError, too
         raise
     except OSError as error:
         raise RequestError(f"cannot read index {path!r}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise _damaged(path, str(error)) from error
+        raise _damage_error(path, str(error)) from error
 
 
 def fitting_index(path: str, vocab_size: int) -> Index:
@@ -192,14 +192,14 @@ def fitting_index(path: str, vocab_size: int) -> Index:
     return index
 
 
-def _damaged(path: str, why: str) -> RequestError:
+def _damage_error(path: str, why: str) -> RequestError:
     return RequestError(
         f"index {path!r} is damaged or cut short ({why}): build it again with `shoal index`"
     )
 
 
 @lru_cache(maxsize=8)
-def _opened(path: str, size: int, changed: int, inode: int) -> Index:
+def _open(path: str, size: int, changed: int, inode: int) -> Index:
     """Opens an index.
 
     Args:
@@ -216,7 +216,7 @@ def _opened(path: str, size: int, changed: int, inode: int) -> Index:
     length, checksum, magic = TRAILER.unpack(mapped[-TRAILER.size :])
     data = mapped[max(size - TRAILER.size - length, 0) : size - TRAILER.size]
     if magic != MAGIC or zlib.crc32(data) != checksum:
-        raise _damaged(path, "its end is not that of an index")
+        raise _damage_error(path, "its end is not that of an index")
     about: dict[str, Any] = json.loads(bytes(data))
     parts: list[Part] = []
     at = len(MAGIC)
@@ -226,11 +226,11 @@ def _opened(path: str, size: int, changed: int, inode: int) -> Index:
             ends[1] > size - TRAILER.size - length
             or _checksum(mapped[at : ends[1]]) != one["checksum"]
         ):
-            raise _damaged(path, f"part {len(parts)} is not what was written")
+            raise _damage_error(path, f"part {len(parts)} is not what was written")
         parts.append(Part(mapped[at : ends[0]].cast("i"), mapped[ends[0] : ends[1]].cast("i")))
         at = ends[1]
     if not parts or about["depth"] != DEPTH:
-        raise _damaged(path, "it holds no texts that this version reads")
+        raise _damage_error(path, "it holds no texts that this version reads")
     return Index(tuple(parts), str(about["tokenizer"]), int(about["largest"]))
 
 

@@ -72,7 +72,7 @@ class EarlyExitDrafter(Drafter):
         return self._attached
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        exit, most = self._chosen(max(inputs.lengths))
+        exit, most = self._choose(max(inputs.lengths))
         # A cache without layers gets all of them in the target's own first pass.
         if not most or not len(self._target.cache):
             return tree_of([NOTHING] * len(inputs.rows), inputs)
@@ -83,7 +83,7 @@ class EarlyExitDrafter(Drafter):
             self._target.cache.rollback(row.slot, len(row.tokens) - 1)
         return tree
 
-    def _chosen(self, most: int) -> tuple[int, int]:
+    def _choose(self, most: int) -> tuple[int, int]:
         """Returns the exit that drafts, and the draft length."""
         if self.exit is not None:
             return self.exit, most

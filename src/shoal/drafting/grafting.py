@@ -59,7 +59,7 @@ def grafted(own: DraftTree, guesses: Sequence[Guess], steps: int) -> DraftTree:
         device=own.tokens.device,
         steps=steps,
     )
-    return tree if siblings is None else replace(tree, siblings=_extended(siblings, rows))
+    return tree if siblings is None else replace(tree, siblings=_extend(siblings, rows))
 
 
 @dataclass
@@ -151,7 +151,7 @@ def _unlikely(
     return tokens_by_row
 
 
-def _extended(siblings: Siblings, rows: Sequence[_Row]) -> Siblings:
+def _extend(siblings: Siblings, rows: Sequence[_Row]) -> Siblings:
     """Returns the siblings with the joined nodes as the last draws of the columns before them."""
     contexts, draws, sampled = [], [], []
     for row, known, own in zip(rows, siblings.contexts, siblings.draws, strict=True):
@@ -199,7 +199,7 @@ class ForcedTokens:
         if tree.probes is not None or (tree.siblings is not None and tree.siblings.independent):
             return tree
         if tree.branches or tree.siblings is not None:
-            return self._grown(rows, tree)
+            return self._grow(rows, tree)
         kept, runs = [], []
         for row, draft in zip(rows, tree.drafts, strict=True):
             count, run = (
@@ -215,9 +215,9 @@ class ForcedTokens:
         drafts = [head + run for head, run in zip(heads, runs, strict=True)]
         tree_of_drafts = DraftTree.of(drafts, device=tree.tokens.device, steps=tree.steps)
         q = None if tree.q is None else with_point_masses(tree.q, runs, kept)
-        return self._named(replace(tree_of_drafts, q=q), tree, kept)
+        return self._add_names(replace(tree_of_drafts, q=q), tree, kept)
 
-    def _grown(self, rows: Sequence[Row], tree: DraftTree) -> DraftTree:
+    def _grow(self, rows: Sequence[Row], tree: DraftTree) -> DraftTree:
         """Returns trees that may branch with the forced tokens behind their leaves, and their root.
 
         Of trees that were drawn from a q, the root gets none unless it is the only column.
@@ -229,7 +229,7 @@ class ForcedTokens:
         kept = list(map(len, tree.drafts))
         if [len(guess.tokens) for guess in guesses] == kept:
             return tree
-        return self._named(grafted(tree, guesses, tree.steps), tree, kept)
+        return self._add_names(grafted(tree, guesses, tree.steps), tree, kept)
 
     def _guess(self, row: Row, draft: Sequence[int], above: Sequence[int], *, root: bool) -> Guess:
         """Returns a row's tree with forced tokens behind its nodes."""
@@ -256,7 +256,7 @@ class ForcedTokens:
             allowed.append(row.request.max_draft)
         return max(min(allowed) - depth, 0)
 
-    def _named(self, tree: DraftTree, own: DraftTree, kept: Sequence[int]) -> DraftTree:
+    def _add_names(self, tree: DraftTree, own: DraftTree, kept: Sequence[int]) -> DraftTree:
         """Returns the tree with the names of drafters; the first nodes are those that are kept."""
         counts = [len(draft) - count for draft, count in zip(tree.drafts, kept, strict=True)]
         names = own.drafters or [[self._drafter] * len(draft) for draft in own.drafts]

@@ -173,7 +173,7 @@ class PpdDrafter(Drafter):
         if rows not in self._plans:
             started = time.perf_counter()
             seconds = (
-                self._measured(inputs.rows, rows)
+                self._measure(inputs.rows, rows)
                 if self._seconds_of is None
                 else self._seconds_of(rows)
             )
@@ -181,7 +181,7 @@ class PpdDrafter(Drafter):
             self._preparing += time.perf_counter() - started
         return self._plans[rows]
 
-    def _measured(self, rows: Sequence[Row], size: int) -> Seconds:
+    def _measure(self, rows: Sequence[Row], size: int) -> Seconds:
         assert self._target is not None
         return pass_times(
             self._target,

@@ -104,13 +104,13 @@ def kinds() -> list[DrafterKind]:
 # ── shoal's own ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _settled_ngram(options: Options) -> Options:
+def _settle_ngram(options: Options) -> Options:
     if options["min"] > options["max"]:
         raise RequestError(f"ngram needs min <= max, got ngram:{spelled(options)}")
     return options
 
 
-def _settled_self(options: Options) -> Options:
+def _settle_self(options: Options) -> Options:
     if options["int4"] and without_blanks(options) != {"int4": True}:
         raise RequestError(f"self:int4 has all layers and sees all tokens: {SELF_EXAMPLE}")
     if options["window"] == 0:
@@ -124,7 +124,7 @@ def _settled_self(options: Options) -> Options:
     return without_blanks(options)
 
 
-def _settled_trees(options: Options) -> Options:
+def _settle_trees(options: Options) -> Options:
     """Returns the options of trees that are drawn from a model's q; none for chains."""
     tree, width, nodes = options["tree"], options["width"], options["nodes"]
     if not tree:
@@ -145,17 +145,17 @@ def _settled_trees(options: Options) -> Options:
     return settled
 
 
-def _settled_heads(example: str, options: Options) -> Options:
+def _settle_heads(example: str, options: Options) -> Options:
     if options["tree"] == "auto":
         name = example.partition(":")[0]
         raise RequestError(
             f"{name} takes trees of one shape, as in {example}tree=rsd-s: tree=auto is for "
             f"draft models"
         )
-    return _settled_trees(options)
+    return _settle_trees(options)
 
 
-def _settled_ppd(options: Options) -> Options:
+def _settle_ppd(options: Options) -> Options:
     return {key: value for key, value in options.items() if value}
 
 
@@ -209,7 +209,7 @@ MODEL = DrafterKind(
     "model",
     "shoal.drafting.tree_model:tree_drafter",
     _TREES,
-    _settled_trees,
+    _settle_trees,
     example="DIR:tree=rsd-s,width=2,nodes=16",
     title="a draft model",
 )
@@ -219,7 +219,7 @@ OWN = (
         "ngram",
         "shoal.drafting.ngram:NGramDrafter",
         {"min": Number(2, 1, 16), "max": Number(4, 1, 16)},
-        _settled_ngram,
+        _settle_ngram,
         in_sums=True,
     ),
     DrafterKind(
@@ -246,7 +246,7 @@ OWN = (
         "self",
         "shoal.drafting.target_keys:self_drafter",
         {"exit": Number(None), "window": Number(None), "sinks": Number(None), "int4": Flag()},
-        _settled_self,
+        _settle_self,
         in_sums=True,
         in_target=True,
         about="the target's own first layers, or its copy in 4 bits",
@@ -264,7 +264,7 @@ OWN = (
         "eagle3",
         "shoal.drafting.eagle3:Eagle3Drafter",
         {**_TREES, "nodes": _NODES},
-        partial(_settled_heads, "eagle3:DIR,"),
+        partial(_settle_heads, "eagle3:DIR,"),
         in_sums=True,
         directory="`shoal train eagle3` makes such a directory",
         recognise=_is_eagle3,
@@ -287,7 +287,7 @@ OWN = (
         "mtp",
         "shoal.drafting.mtp:MtpDrafter",
         {**_TREES, "nodes": _NODES},
-        partial(_settled_heads, "mtp:"),
+        partial(_settle_heads, "mtp:"),
         in_sums=True,
         in_target=True,
         about="the layer in the target's checkpoint that predicts further tokens",
@@ -297,7 +297,7 @@ OWN = (
         "ppd",
         "shoal.drafting.ppd:PpdDrafter",
         {"nodes": Number(0, 0, MOST_NODES)},
-        _settled_ppd,
+        _settle_ppd,
         directory="`shoal train ppd` makes such a directory",
         recognise=partial(_holds, "prompt_tokens.*"),
     ),

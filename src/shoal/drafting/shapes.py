@@ -268,13 +268,13 @@ def planned(accuracies: Accuracies, columns: int) -> TreePlan:
         ]
         shapes.append((parents, reached(parents, chances)))
     plans = [
-        _improved(shapes, columns, first * np.arange(states, dtype=np.float64) ** power)
+        _improve(shapes, columns, first * np.arange(states, dtype=np.float64) ** power)
         for first, power in STARTS
     ]
     return max(plans, key=lambda plan: plan.tokens)
 
 
-def _improved(
+def _improve(
     shapes: Sequence[tuple[list[int], list[float]]], columns: int, values: Array
 ) -> TreePlan:
     """Returns the best plan on the way from these values of the states.

@@ -154,7 +154,7 @@ class SumDrafter(Drafter):
                 len(kept), inputs.uniforms.device, steps
             ), counts
         if not any(tree.tokens for tree in trees) and not own.branches and own.siblings is None:
-            return _chained(own, [list(guess.tokens) for guess in kept], steps), counts
+            return _chain(own, [list(guess.tokens) for guess in kept], steps), counts
         if isinstance(last, ModelDrafter) and not last.max_nodes:
             self._chains.note(inputs.rows, own)
         return grafted(own, kept, steps), counts
@@ -280,7 +280,7 @@ def _of_rounds(inputs: DraftInputs) -> Tensor:
     return drawn.view(-1, width, 1).to(inputs.uniforms.device)
 
 
-def _chained(own: DraftTree, chosen: Sequence[list[int]], steps: int) -> DraftTree:
+def _chain(own: DraftTree, chosen: Sequence[list[int]], steps: int) -> DraftTree:
     """Returns the chains chosen for some rows, and the last drafter's for the others."""
     drafts = [mine or theirs for mine, theirs in zip(chosen, own.drafts, strict=True)]
     tree = DraftTree.of(drafts, device=own.tokens.device, steps=steps)

@@ -123,7 +123,7 @@ class TreeDrafter(ModelDrafter):
         faults: Faults = {}
         requests: dict[int, Request] = {}
         rows = [
-            _sampled(inputs.rows[node.row], requests) for node in asked
+            _drawing_copy(inputs.rows[node.row], requests) for node in asked
         ]  # each node has a copy, for its faults
         positions = Positions(rows, [node.path() for node in asked], first=asked[0].depth)
         q = probabilities(self.of_target(logits)[:, None], positions, faults)[:, 0]
@@ -186,7 +186,7 @@ def _columns(fed: Sequence[Node]) -> dict[Node | None, int]:
     return columns
 
 
-def _sampled(row: Row, requests: dict[int, Request]) -> Row:
+def _drawing_copy(row: Row, requests: dict[int, Request]) -> Row:
     """Returns a copy of the row; the copy of a greedy row has temperature 1."""
     own, request = copy.copy(row), row.request
     if request.sampling.greedy:

@@ -237,16 +237,16 @@ class RoundAhead(NamedTuple):
         Args:
             running: the rows in slots.
         """
-        known, target = {row: place for place, row in enumerate(self.work.rows)}, self.caches[0]
-        same = all(
-            cache.stores_of(0)[0] is keys
-            for cache, keys in zip(self.caches, self.stores, strict=True)
-        )
-        holds = same and all(
-            row.slot == known.get(row) and target.lengths[row.slot] == self.lengths[row.slot]
-            for row in running
-        )
-        return sorted(row.slot for row in running) if holds else []
+        rows, now, lengths = self.work.rows, self.caches[0].lengths, self.lengths
+        for cache, keys in zip(self.caches, self.stores, strict=True):
+            if cache.stores_of(0)[0] is not keys:
+                return []
+        for row in running:
+            place = row.slot
+            known = 0 <= place < len(rows) and rows[place] is row
+            if not known or now[place] != lengths[place]:
+                return []
+        return sorted([row.slot for row in running])
 
     def narrowed(
         self, places: Sequence[int], target: Runner, drafter: ModelDrafter | None
@@ -283,17 +283,11 @@ def may_follow(
             return False  # it may read the logits, which the next round writes over
         keys = min(drafter.runner.cache.capacity, kind.draft_keys)
         room = min(room, keys - (max(work.first.tails) + k - 1))
-    return (
-        room > k
-        and work.plan.slots == list(range(rows))
-        and all(
-            length == k and _lasts(row, k)
-            for row, length in zip(work.rows, work.lengths, strict=True)
-        )
-    )
-
-
-def _lasts(row: Row, k: int) -> bool:
-    """Returns True if k drafts fit behind those of this round, if all of these are accepted."""
-    reach = row.draft_context - len(row.tokens) + 1
-    return row.remaining >= 2 * (k + 1) and (not k or reach >= 2 * k + 1)
+    if room <= k or work.plan.slots != list(range(rows)) or list(work.lengths) != [k] * rows:
+        return False
+    # K drafts fit behind those of this round, if all of these are accepted.
+    for row in work.rows:
+        reach = row.draft_context - len(row.tokens) + 1
+        if row.remaining < 2 * (k + 1) or (k and reach < 2 * k + 1):
+            return False
+    return True

@@ -241,7 +241,7 @@ class ModelDrafter(Drafter):
 
     def slots(self, rows: Sequence[Row]) -> list[int]:
         """Returns the slots of the rows in the cache."""
-        return [self._slot(row) for row in rows]
+        return [self._slots.of(self.read_as(row)) for row in rows]
 
     def first_logits(self, inputs: DraftInputs) -> Tensor:
         """Feeds the tokens that the cache lacks; returns the logits after them.

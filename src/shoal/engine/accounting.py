@@ -45,7 +45,7 @@ class Stopwatch:
             shares: their shares of the time.
         """
         now = self._clock()
-        drafting, *rest = (share * (now - self._last - self.planning) for share in shares)
+        drafting, *rest = [share * (now - self._last - self.planning) for share in shares]
         self.laps += [self.planning + drafting, *rest]
         self._last = now
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def apply_checks(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
     passes, the column counts as a fault of the row.
     """
     rows = scores.positions.rows
-    if not any(row.checks for row in rows):
+    if not any(map(attrgetter("checks"), rows)):
         return verdict
     paths, following = verdict.lists
     accepted, token, probs = verdict.accepted.clone(), verdict.token.clone(), verdict.probs.clone()

@@ -354,7 +354,7 @@ class Engine:
             rounds=rounds,
         )
         paths, _ = verdict.lists
-        riding, committed = self._stages.rides.tokens, sum(len(done.tokens) for done in commits)
+        riding, committed = self._stages.rides.tokens, sum([len(done.tokens) for done in commits])
         self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing, rounds, riding))
         if not riding:
             self.batch_size.learn(len(rows), committed, sum(watch.laps))

@@ -156,7 +156,7 @@ class DraftTree:
     @cached_property
     def branches(self) -> bool:
         """True if some row's tree is no chain."""
-        return any(parents != range(-1, len(parents) - 1) for parents in self.parents)
+        return list(self.parents) != [range(-1, len(parents) - 1) for parents in self.parents]
 
     @cached_property
     def depths(self) -> list[list[int]]:

@@ -216,8 +216,10 @@ class RowStore:
 
     def rollback(self, slot: int, length: int) -> None:
         """Forgets all tokens from `length` on. O(1): nothing moves."""
-        if not self._offset(slot) <= length <= self.lengths[slot]:
-            shared = f", {self._offset(slot)} of them shared" if self.prefixes[slot] else ""
+        prefix = self.prefixes[slot]
+        offset = 0 if prefix is None else prefix.length
+        if not offset <= length <= self.lengths[slot]:
+            shared = f", {offset} of them shared" if prefix else ""
             raise InternalError(
                 f"cannot roll slot {slot} of length {self.lengths[slot]} back to {length}{shared}"
             )

@@ -242,6 +242,40 @@ def test_what_a_package_of_transformers_computes_runs_by_modules(name: str, tmp_
     quantised = tmp_path / "quantised"
     transformers.AutoModelForCausalLM.from_pretrained(plain, quantization_config=config()).save_pretrained(quantised)
     tiny_tokenizer().save_pretrained(quantised)
+    require_by_modules(plain, quantised)
+
+
+def compressed_config(kind: str) -> dict[str, Any]:
+    """The entry of weights with one scale an output, and of features that are rounded token by token."""
+    numbers = {"num_bits": 8, "type": kind, "symmetric": True}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": numbers | {"strategy": "channel"},
+        "input_activations": numbers | {"strategy": "token", "dynamic": True},
+    }
+    form = f"{kind}-quantized"
+    entry = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+    return entry | {"ignore": ["lm_head"], "config_groups": {"group_0": scheme}}
+
+
+def of_fp8_rows(name: str, weight: Tensor) -> Tensors:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+
+
+@pytest.mark.parametrize(("kind", "form"), [("int", of_rows), ("float", of_fp8_rows)])
+def test_compressed_tensors_whose_features_are_rounded_run_by_modules(
+    kind: str, form: Callable[[str, Tensor], Tensors], tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    plain, quantised = tmp_path / "plain", tmp_path / "quantised"
+    save_quantised(plain, None, lambda name, weight: {name: weight})
+    save_quantised(quantised, compressed_config(kind), form)
+    require_by_modules(plain, quantised)
+
+
+def require_by_modules(plain: Path, quantised: Path) -> None:
+    """Decodes with a target as Transformers does, and drafts by it for another."""
     alone = transformers.AutoModelForCausalLM.from_pretrained(quantised)
     ids = torch.tensor([[1, 2, 3, 4]])
     right = alone.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 4:].tolist()
@@ -284,3 +318,17 @@ def test_a_weight_of_another_library_is_left_to_its_module() -> None:
     assert forms
     assert rounds_features(model)
     assert tolerance(SimpleNamespace(has_modules=True, hf=model, dtype=torch.float32)) == BYTES[torch.float32]  # type: ignore[arg-type]
+
+
+def test_a_layer_with_a_forward_of_another_library_is_left_to_it() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[0].mlp.down_proj
+    weight = layer.weight
+    layer.forward = lambda features: 2 * torch.nn.functional.linear(features, weight)
+    ids = torch.tensor([[1, 2, 3]])
+    right = model(ids).logits
+    set_apart(model)
+    assert weights.lay_out(model, weights.by_facts)
+    assert layer.weight is weight
+    assert type(layer) not in weights.LINEARS
+    torch.testing.assert_close(model(ids).logits, right)

@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,21 @@ def load_weights(source: str | Path, config: Any, groups: str | None = None, **o
             f"{source} was quantised by {method}, and cannot be read here: {why}{error}; {INSTEAD}"
         ) from error
     require_no_scales(source, method, hf, found["unexpected_keys"])
+    if hasattr(hf, "ct_decompress_hook"):
+        _write_out(hf)
     return hf
+
+
+def _write_out(hf: Any) -> None:
+    """Writes out the weights of compressed-tensors; its package would do so in the first pass.
+
+    There it would exchange the parameters of all modules, of which some are packed by then.
+    """
+    decompress = import_module("compressed_tensors.compressors").decompress_module
+    compressor = hf.hf_quantizer.compressor
+    for module in hf.modules():
+        decompress(module, compressor.force_compression_format)
+    compressor.remove_decompression_hook(hf)
 
 
 @contextmanager

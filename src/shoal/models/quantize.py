@@ -251,17 +251,19 @@ def _with_torchao(hf: Any, form: str) -> Any:
 
 
 class ForeignLinear(nn.Linear):
-    """A linear layer whose weight is a tensor of another library, such as torchao's.
+    """A linear layer that another library computes, by its weight or by a forward of the layer.
 
-    Such a weight has its own product and, for most, no bytes in the usual order: only the module
-    computes with it.
+    Weights of torchao have a product of their own and, for most, no bytes in the usual order.
+    compressed-tensors gives each layer a forward of its own. Only the module computes with them.
     """
 
 
 def set_apart(hf: nn.Module) -> None:
-    """Makes a `ForeignLinear` of each linear layer whose weight is a tensor of another library."""
+    """Makes a `ForeignLinear` of each linear layer that another library computes."""
     for module in hf.modules():
-        if type(module) is nn.Linear and type(module.weight) not in (nn.Parameter, Tensor):
+        if type(module) is nn.Linear and (
+            type(module.weight) not in (nn.Parameter, Tensor) or "forward" in vars(module)
+        ):
             module.__class__ = ForeignLinear
 
 

@@ -206,6 +206,7 @@ CHANGED: dict[str, tuple[Callable[[Any], Any], str]] = {
         f"adapter of {name}": (partial(adapted, name=name), "a linear layer is a Adapted")
         for name in ("self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
     },
+    "adapter of the head": (lambda hf: setattr(hf.lm_head, "__class__", Adapted), "a linear layer is a Adapted"),
     "embedding": (embedded, "its embedding is a Embedding"),
     "class": (lambda hf: setattr(hf, "__class__", Own), "Own is none of"),
     "unlike dtypes": (lambda hf: hf.model.norm.to(torch.bfloat16), "several number formats"),

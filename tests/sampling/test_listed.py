@@ -123,6 +123,11 @@ def test_ties_beyond_a_list_count_in_the_mass_that_top_p_is_a_share_of() -> None
     assert not disagreement(scores, sampling, 21)
 
 
+def test_of_a_thousand_equal_tokens_top_p_keeps_the_first() -> None:
+    kept = truncated_softmax(torch.zeros(1, 1000), Sampling(top_p=0.5005))[0] > 0
+    assert kept.nonzero().flatten().tolist() == list(range(501))
+
+
 @given(
     st.integers(0, 2**31), st.sampled_from([0.0, 0.5, 2.0, 9.0]), st.sampled_from([0.0, 0.0625, 1.0]), st.sampled_from(CUTS)
 )

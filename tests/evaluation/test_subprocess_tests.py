@@ -105,6 +105,8 @@ CHEATS = {
     "leaves a module": f"    return 0\n{LEAVE_A_MODULE}",
     "changes the result": f"    return 0\n{CHANGE_THE_RESULT}",
     "asks for a shared process": f"    print({SHARED!r}); raise type('NotSerializable', (TypeError,), {{}})({SHARED!r})",
+    "a function that equals everything": "    return type('Any', (), {'__eq__': lambda *_: True, '__call__': print})",
+    "a function that leaves": "    return lambda *_: __import__('os')._exit(0)",
     "exits": "    import os; os._exit(0)",
     "kills the tests": "    import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
 }
@@ -193,6 +195,58 @@ HONEST = {
     ),
     "names": ("    return a", "assert candidate(a=(1, 'x', None)) == (1, 'x', None)"),
     "a state of its own": ("    f.n = getattr(f, 'n', 0) + 1; return f.n", "candidate(0); assert candidate(0) == 2"),
+    "a function": ("    return lambda b: a + b", "g = candidate(2); assert g(3) == 5 and g.__name__ == '<lambda>'"),
+    "a function that is given back": ("    return a() if b else (lambda: {3})", "assert candidate(candidate(0), 1) == {3}"),
+    "functions in containers": (
+        "    return {'twice': [lambda x: 2 * x], 'more': (str.upper, print)}",
+        "r = candidate(0); assert r['twice'][0](4) == 8 and r['more'][0]('a') == 'A'",
+    ),
+    "a decorator": (
+        "    import functools\n    @functools.wraps(a)\n    def g(*x): return b\n    return g if callable(a) else (lambda h: 4)",
+        "assert candidate(0)(1) == 4",
+    ),
+    "a state in a function": (
+        "    n = [a]\n    def g():\n        n[0] += 1\n        return n[0]\n    return g",
+        "g, h = candidate(1), candidate(5); assert [g(), g(), h(), g()] == [2, 3, 6, 4]",
+    ),
+    "a class": (
+        "    class P:\n        def __init__(self, x): self.x = x\n    return P",
+        "P = candidate(0); assert P(3).x == 3 and P.__name__ == 'P'",
+    ),
+    "an exception of a function": (
+        "    return lambda: 1 // a",
+        "try: candidate(0)()\n    except ZeroDivisionError: return\n    assert False",
+    ),
+    "an endless generator": (
+        "    while True:\n        yield a\n        a += 1",
+        "import itertools, types\n    r = candidate(3)\n    assert isinstance(r, types.GeneratorType)\n"
+        "    assert list(itertools.islice(r, 3)) == [3, 4, 5] and next(r) == 6",
+    ),
+    "a generator that is sent to": (
+        "    while a < 9: a += (yield a) or 1\n    return 'end'",
+        "r = candidate(1); assert (next(r), r.send(3), next(r)) == (1, 4, 5)\n    try: r.send(9)\n"
+        "    except StopIteration as e: assert e.value == 'end'\n    else: assert False",
+    ),
+    "an endless iterator": (
+        "    import itertools; return itertools.cycle(a)",
+        "r = candidate('ab'); assert [next(r) for _ in range(3)] == ['a', 'b', 'a']",
+    ),
+    "a coroutine": (
+        "    async def g(x):\n        import asyncio\n        await asyncio.sleep(0)\n        return x / b\n    return g(a)",
+        "import asyncio\n    async def both(): return await asyncio.gather(candidate(1, 2), candidate(2, 2))\n"
+        "    assert asyncio.run(both()) == [0.5, 1]\n    try: asyncio.run(candidate(1, 0))\n"
+        "    except ZeroDivisionError: return\n    assert False",
+    ),
+    "a bound of a queue": (
+        "    import collections; return collections.deque(a, maxlen=2), collections.deque(a)",
+        "r, s = candidate([1, 2, 3]); assert (r.maxlen, list(r), s.maxlen, len(s)) == (2, [2, 3], None, 3); r.append(4)\n"
+        "    assert list(r) == [3, 4]",
+    ),
+    "a match": (
+        "    import re; return re.search(r'(?P<n>(?<=x)a+)(b)?', a), re.fullmatch('(a|ab)(c|bcd)?', 'abcd'), re.match('z', a)",
+        "m, w, n = candidate('__xaab'); assert (m.group('n'), m.span(), m.groups()) == ('aa', (3, 6), ('aa', 'b'))\n"
+        "    assert w.group() == 'abcd' and w.groups() == ('a', 'bcd') and n is None",
+    ),
     "modules of its own": ("    import math; return math.pi", "import math; assert candidate(0) == math.pi"),
 }
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from shoal.errors import RequestError
 from shoal.evaluation.figure import LABELS, columns, findings, legend, metric_name, rows, title
+from shoal.evaluation.language import text_of
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.summary import Results
 from shoal.evaluation.tasks import PASSED
@@ -168,37 +169,7 @@ MARKS = {True: "✓", False: "✗", None: "–"}
 """The marks of a sample that passed, one that failed, and an unfinished one."""
 LEGENDS = {True: "✓ passed, ✗ not, – not finished", False: "its score, – not finished"}
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --dim: #5b6570; --paper: #fff; --raised: #f4f6f8;
-  --line: #d5dae0; --accepted: #cfe6d4; --drawn: #ffe2b3; --good: #1a7f37; --bad: #c4320a; }
-@media (prefers-color-scheme: dark) { :root {
-  --ink: #e3e6ea; --dim: #98a2ad; --paper: #14171b; --raised: #1e2329; --line: #363d45;
-  --accepted: #1f4a2b; --drawn: #5c4313; --good: #4cc26b; --bad: #ff8a66; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-small, .dim { color: var(--dim); }
-.wide { overflow-x: auto; } svg { max-width: 100%; height: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--line);
-  white-space: nowrap; }
-th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
-details { border: 1px solid var(--line); border-radius: 6px; margin: .35rem 0; padding: 0 .8rem;
-  background: var(--paper); }
-details[open] { padding-bottom: .6rem; } details details { background: var(--raised); }
-summary { cursor: pointer; padding: .35rem 0; overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; }
-dd { margin: 0; } dt { color: var(--dim); }
-.marks { font-family: ui-monospace, monospace; letter-spacing: .12em; float: right; }
-.passed { color: var(--good); } .failed { color: var(--bad); }
-pre { font: 13px/1.45 ui-monospace, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; margin: .4rem 0; padding: .6rem;
-  background: var(--raised); border-radius: 4px; }
-details details pre { background: var(--paper); } pre.error { border-left: 3px solid var(--bad); }
-.accepted, .drawn { border-radius: 2px; } .accepted { background: var(--accepted); }
-.drawn { background: var(--drawn); text-decoration: underline dotted; text-underline-offset: 3px; }
-.cut { opacity: .45; }
-"""
+STYLE = "\n" + text_of("export.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 

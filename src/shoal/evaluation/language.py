@@ -166,7 +166,7 @@ class Language:
         if self.epilogue_file:
             files = {self.file: program, self.epilogue_file: epilogue}
         if self.guard:
-            files[self.guard] = _text(self.guard)
+            files[self.guard] = text_of(self.guard)
         return files
 
     @property
@@ -183,11 +183,12 @@ class Language:
 
 def epilogue_of(name: str) -> str:
     """Returns the `epilogue` in a file, which writes FIRST and SECOND for the marker's halves."""
-    text = _text(name).rstrip("\n").replace("{", "{{").replace("}", "}}")
+    text = text_of(name).rstrip("\n").replace("{", "{{").replace("}", "}}")
     return text.replace("FIRST", "{}").replace("SECOND", "{}")
 
 
-def _text(name: str) -> str:
+def text_of(name: str) -> str:
+    """Returns the text of a file that is not Python."""
     return (resources.files("shoal") / "data" / "programs" / name).read_text("utf-8")
 
 
@@ -218,15 +219,9 @@ _TEST_UNIT = Library(
     "test-unit (package ruby-test-unit)",
 )
 
-_OWN_NAMES = "\n" + _text("tests.js")
+_OWN_NAMES = "\n" + text_of("tests.js")
 """JavaScript's own objects, by their names for the tests; the epilogue closes both blocks."""
-_OWN_BUILTINS = """
-POSIXLY_CORRECT=1
-\\unset -f set unset exit return trap eval exec test [ command builtin unalias shopt printf
-\\unset POSIXLY_CORRECT
-\\unalias -a
-\\shopt -u expand_aliases
-"""
+_OWN_BUILTINS = "\n" + text_of("tests.sh")
 """Bash's builtins: functions have no name of a special one in POSIX mode, nor does an alias."""
 _OWN_FUNCTIONS = """
 base::rm(list = base::intersect(base::ls(), base::c("identical", "quit", "q", "stop", "stopifnot",

@@ -51,12 +51,7 @@ COMPILED = {
         run=("java", *_JAVA_MEMORY, "-cp", _CLASSES, "Epilogue"),
         install="a Java development kit (package default-jdk-headless)",
         trial="class Main { public static void main(String[] arguments) {} }",
-        epilogue="""class Epilogue {{
-    public static void main(String[] arguments) throws Throwable {{
-        Main.main(arguments);
-        System.out.println("{}" + "{}");
-    }}
-}}""",
+        epilogue=epilogue_of("epilogue.java"),
         epilogue_file="Epilogue.java",
         memory=("java.lang.OutOfMemoryError",),
         libraries=(_TUPLES,),
@@ -73,12 +68,7 @@ COMPILED = {
         install="g++ (package g++)",
         trial="int main() {}",
         restoring=_without_macros,
-        epilogue="""extern "C" int __real_main(int, char **);
-extern "C" int __wrap_main(int count, char **arguments) {{
-    int code = __real_main(count, arguments);
-    __builtin_puts("{}" "{}");
-    return code;
-}}""",
+        epilogue=epilogue_of("epilogue.cpp"),
         epilogue_file="last.cpp",
         memory=("std::bad_alloc", "std::bad_array_new_length"),
     ),
@@ -128,14 +118,7 @@ func TestTrial(t *testing.T) {}""",
         run=("java", *_JAVA_MEMORY, "-cp", "main.jar", "Epilogue"),
         install="Kotlin (package kotlin)",
         trial="fun main() {}",
-        epilogue="""object Epilogue {{
-    @JvmStatic fun main(arguments: Array<String>) {{
-        val tested = Class.forName("MainKt").getMethod("main", Array<String>::class.java)
-        try {{ tested.invoke(null, arguments) }}
-        catch (error: java.lang.reflect.InvocationTargetException) {{ throw error.targetException }}
-        println("{}" + "{}")
-    }}
-}}""",
+        epilogue=epilogue_of("epilogue.kt"),
         epilogue_file="epilogue.kt",
         memory=("java.lang.OutOfMemoryError",),
         environment={"JAVA_OPTS": " ".join(_JAVA_MEMORY)},
@@ -193,15 +176,7 @@ func TestTrial(t *testing.T) {}""",
         "`rustc --print sysroot` first on PATH)",
         trial="fn main() {}",
         restoring=lambda _: _OWN_MACROS,
-        epilogue="""mod program {{
-    include!("main.rs");
-    pub fn run() -> impl std::process::Termination {{ main() }}
-}}
-fn main() -> impl std::process::Termination {{
-    let end = program::run();
-    println!("{{}}{{}}", "{}", "{}");
-    end
-}}""",
+        epilogue=epilogue_of("epilogue.rs"),
         epilogue_file="epilogue.rs",
         memory=("memory allocation of",),
     ),

@@ -45,6 +45,7 @@ _SEQUENCES: dict[str, Any] = {
     "slice": lambda values: slice(*values),
     "timezone": lambda values: datetime.timezone(*values),
     "Pattern": lambda values: re.compile(*values),
+    "Match": lambda values: _match(*values),
     "SimpleNamespace": lambda values: types.SimpleNamespace(**dict(values)),
     "exception": lambda values: _builtin_type(values[0], Exception)(*values[1:]),
 }
@@ -113,7 +114,7 @@ _PART_TYPES: tuple[tuple[Any, str, Any], ...] = (
     (tuple, "tuple", iter),
     (set, "set", iter),
     (frozenset, "frozenset", iter),
-    (collections.deque, "deque", iter),
+    (collections.deque, "deque", lambda value: (value.maxlen, *value)),
     (collections.UserList, "UserList", iter),
     (collections.UserDict, "UserDict", lambda value: value.items()),
     (collections.Counter, "Counter", lambda value: dict.items(value)),
@@ -134,6 +135,11 @@ _PART_TYPES: tuple[tuple[Any, str, Any], ...] = (
     (slice, "slice", lambda value: (value.start, value.stop, value.step)),
     (datetime.timezone, "timezone", lambda value: (value.utcoffset(None), value.tzname(None))),
     (type(re.compile("")), "Pattern", lambda value: (value.pattern, value.flags)),
+    (
+        type(re.match("", "")),
+        "Match",
+        lambda value: (value.re, value.string, value.pos, value.endpos, value.regs),
+    ),
     (types.SimpleNamespace, "SimpleNamespace", lambda value: vars(value).items()),
     (collections.abc.Iterator, "iterator", iter),
 )
@@ -144,7 +150,7 @@ class NotSerializable(TypeError):
     """A value that is not plain data."""
 
 
-def encode(value: Any, own: str = "") -> Any:
+def encode(value: Any, own: str = "", handles: Any = None) -> Any:
     """Encodes plain data as JSON: [value, node, ...].
 
     A value is a scalar of JSON, or [number of a node]. A node is [kind, value, ...]. Values of
@@ -154,6 +160,7 @@ def encode(value: Any, own: str = "") -> Any:
     Args:
         value: the value.
         own: the module of the classes whose objects may be sent by their attributes; empty = none.
+        handles: gives the kind and parts of a value that stays in its process, or None.
 
     Raises:
         NotSerializable: the value is no plain data.
@@ -168,7 +175,7 @@ def encode(value: Any, own: str = "") -> Any:
         if simple:
             return scalar
         if id(part) not in places:
-            kind, parts = _node(part, own)
+            kind, parts = (handles and handles.node(part)) or _node(part, own)
             held.append(part)
             places[id(part)] = [len(nodes)]
             nodes.append([kind])
@@ -314,10 +321,11 @@ def decode(message: Any, objects: Any = None) -> Any:
     def value(part: Any) -> Any:
         return made[part[0]] if isinstance(part, list) else part
 
-    for number, (kind, *_) in enumerate(nodes):
+    for number, (kind, *parts) in enumerate(nodes):
         if kind in _CONTAINERS:
-            made[number] = _CONTAINERS[kind]()
-        elif kind == "own" and objects is None:
+            bound = {"maxlen": parts[0]} if kind == "deque" else {}
+            made[number] = _CONTAINERS[kind](**bound)
+        elif kind in ("own", "remote") and objects is None:
             raise TypeError("objects of a program's own classes cannot be sent this way")
     waiting = [number for number in range(len(nodes)) if number not in made]
     while waiting:  # from the end, as the parts of a node mostly stand behind it
@@ -331,14 +339,16 @@ def decode(message: Any, objects: Any = None) -> Any:
             if len(waiting) > 2 * len(nodes):
                 raise ValueError("a value that contains itself and cannot")
         else:
-            if kind == "own":
+            if kind == "remote":
+                made[number] = objects.remote(*map(value, parts))
+            elif kind == "own":
                 objects.equip(made[number], *map(value, parts[2:]))
             elif number not in made:
                 made[number] = _finished(kind, [*map(value, parts)])
             waiting.pop()
     for number, (kind, *parts) in enumerate(nodes):
         if kind in _CONTAINERS:
-            _fill(made[number], [*map(value, parts)])
+            _fill(made[number], [*map(value, parts[kind == "deque" :])])
     return value(root)
 
 
@@ -356,6 +366,15 @@ def _fill(container: Any, parts: list[Any]) -> None:
             container[key] = value
     else:
         (container.update if isinstance(container, set) else container.extend)(parts)
+
+
+def _match(pattern: Any, text: Any, start: int, end: int, spans: Any) -> Any:
+    """Returns the match of a pattern that has these spans."""
+    whole = (pattern.fullmatch(text, start, end), pattern.match(text, start, end))
+    for match in (*whole, *pattern.finditer(text, start, end)):
+        if match and match.regs == spans:
+            return match
+    raise TypeError(f"{pattern!r} does not match there")
 
 
 def _named_tuple(name: str, fields: Any, values: Any) -> Any:

@@ -7,7 +7,8 @@ The completion can reach neither the tests nor their result.
 
 Both run in one sandbox. The tests call a proxy that sends its arguments as plain data (numbers,
 text, dates, containers, arrays) and returns the plain data of the answer. Of an object whose class
-the completion defines its attributes arrive, never a method. The kernel hides the memory of the
+the completion defines its attributes arrive, never a method. A function, class, generator or
+coroutine stays in its process: the tests get one that asks it. The kernel hides the memory of the
 tests' process from its user (PR_SET_DUMPABLE). Arguments that a call has changed are changed for
 the tests too.
 
@@ -18,10 +19,15 @@ problems, 3.7 or newer: both import the standard library only.
 from __future__ import annotations
 
 import array
+import asyncio
 import builtins
 import collections
+import collections.abc
+import contextlib
 import ctypes
 import enum
+import functools
+import inspect
 import json
 import linecache
 import os
@@ -88,15 +94,17 @@ def serve(descriptor: int) -> None:
     module = types.ModuleType("solution")  # so that `if __name__ == "__main__":` in it does not run
     sys.modules["solution"], sys.argv = module, ["main.py"]
     exec(_compiled(program, "main.py"), module.__dict__)
-    function = getattr(module, entry_point)
+    handles = Handles(getattr(module, entry_point))
     _send(connection, "ready")
     while True:
         try:
-            arguments, named = decode(_receive(connection))
+            number, message = _receive(connection)
         except EOFError:
             return
+        arguments, named = decode(message, handles)
         try:
-            answer = {"value": encode(function(*arguments, **named), module.__name__)}
+            value = handles.calls[number](*arguments, **named)
+            answer = {"value": encode(value, module.__name__, handles)}
         except Exception as error:
             answer = {"raised": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
             answer["arguments"] = _encode_or_none(error.args, module.__name__)
@@ -106,6 +114,42 @@ def serve(descriptor: int) -> None:
         given = (*arguments, *named.values())
         changed = [_encode_or_none(value, module.__name__) for value in given]
         _send(connection, {**answer, "changed": changed})
+
+
+class Handles:
+    """The values that stay in the completion's process, and are called there.
+
+    Attributes:
+        calls: the functions that the tests may call; the first is the entry point.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.calls: list[Any] = [function]
+
+    def node(self, value: Any) -> Any:
+        """Returns the kind and parts of a function, iterator or coroutine; None for others."""
+        kind, call = "function", value
+        if inspect.iscoroutine(value):
+            kind, call = "coroutine", functools.partial(asyncio.run, value)
+        elif isinstance(value, collections.abc.Iterator):
+            kind, call = "generator", functools.partial(_step, value)
+        elif not callable(value) or (isinstance(value, type) and value.__module__ == "builtins"):
+            return None
+        self.calls.append(call)
+        name = getattr(value, "__name__", type(value).__name__)
+        return "remote", (kind, len(self.calls) - 1, name)
+
+    def remote(self, _kind: str, number: int, _name: str) -> Any:
+        """Returns a value that the tests give back."""
+        return self.calls[number]
+
+
+def _step(iterator: Any, sent: Any) -> Any:
+    """Returns the next item in a list; in a tuple the value that the iterator ended with."""
+    try:
+        return [next(iterator) if sent is None else iterator.send(sent)]
+    except StopIteration as end:
+        return (end.value,)
 
 
 def _encode_or_none(value: Any, own: str) -> Any:
@@ -140,7 +184,7 @@ def run_tests() -> None:
         if isinstance(kind, type) and kind.__module__ == "__main__"
     }
     completion = CompletionProcess(job["program"], job["entry_point"], Objects(own))
-    names[job["entry_point"]] = completion.function
+    names[job["entry_point"]] = completion.objects.remote("function", 0, job["entry_point"])
     try:
         exec(_compiled(job["tests"], "tests.py"), names)
     except NotSerializable:
@@ -191,6 +235,31 @@ class Objects:
 
     def __init__(self, classes: dict[str, Any]) -> None:
         self._classes = classes
+        self._remote: dict[int, tuple[Any, int]] = {}
+        self.call: Any = None
+
+    def remote(self, kind: str, number: int, name: str) -> Any:
+        """Returns a function, generator or coroutine that asks the completion's process."""
+        call = functools.partial(self.call, number)
+
+        def function(*arguments: Any, **named: Any) -> Any:
+            return call(arguments, named)
+
+        async def awaited() -> Any:
+            return call((), {})
+
+        made: Any = function
+        if kind != "function":
+            made = awaited() if kind == "coroutine" else _generated(call)
+        with contextlib.suppress(AttributeError):
+            made.__name__ = made.__qualname__ = name
+        self._remote[id(made)] = made, number
+        return made
+
+    def node(self, value: Any) -> Any:
+        """Returns the kind and parts of a function that the completion's process has."""
+        made, number = self._remote.get(id(value), (None, 0))
+        return None if made is None else ("remote", ("function", number, ""))
 
     def blank(self, name: str, by_worth: bool, _more: Any, _texts: Any, *attributes: Any) -> Any:
         """Returns an object without attributes, or a member of an enumeration."""
@@ -222,8 +291,16 @@ class Objects:
             object.__setattr__(made, name, value)
 
 
+def _generated(call: Any) -> Any:
+    """Yields the items of an iterator in the completion's process."""
+    sent = None
+    while type(step := call((sent,), {})) is list:
+        sent = yield step[0]
+    return step[0]
+
+
 class CompletionProcess:
-    """The process of a completion; `function` is a proxy of its function.
+    """The process of a completion, whose functions `objects` makes proxies of.
 
     Args:
         program: the prompt and the completion.
@@ -240,18 +317,17 @@ class CompletionProcess:
         other.close()
         self._ask([program, entry_point])
 
-        def function(*arguments: Any, **named: Any) -> Any:
-            answer = self._ask(encode((arguments, named)))
-            given = (*arguments, *named.values())
-            for old, changed in zip(given, answer["changed"]):  # noqa: B905 - Python 3.7
-                if changed is not None:
-                    _change(old, decode(changed, objects))
-            if "value" in answer:
-                return decode(answer["value"], objects)
-            raise _exception(answer) from RemoteTraceback(answer["trace"])
+        self.objects, objects.call = objects, self._call
 
-        function.__name__ = function.__qualname__ = entry_point
-        self.function = function
+    def _call(self, number: int, arguments: Any, named: Any) -> Any:
+        answer = self._ask([number, encode((arguments, named), "", self.objects)])
+        given = (*arguments, *named.values())
+        for old, changed in zip(given, answer["changed"]):  # noqa: B905 - Python 3.7
+            if changed is not None:
+                _change(old, decode(changed, self.objects))
+        if "value" in answer:
+            return decode(answer["value"], self.objects)
+        raise _exception(answer) from RemoteTraceback(answer["trace"])
 
     def _ask(self, message: Any) -> Any:
         try:

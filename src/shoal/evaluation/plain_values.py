@@ -371,10 +371,8 @@ def _fill(container: Any, parts: list[Any]) -> None:
 def _match(pattern: Any, text: Any, start: int, end: int, spans: Any) -> Any:
     """Returns the match of a pattern that has these spans."""
     whole = (pattern.fullmatch(text, start, end), pattern.match(text, start, end))
-    for match in (*whole, *pattern.finditer(text, start, end)):
-        if match and match.regs == spans:
-            return match
-    raise TypeError(f"{pattern!r} does not match there")
+    made = (*whole, *pattern.finditer(text, start, end))
+    return next(match for match in made if match and match.regs == spans)
 
 
 def _named_tuple(name: str, fields: Any, values: Any) -> Any:

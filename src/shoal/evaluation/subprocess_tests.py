@@ -22,7 +22,6 @@ import array
 import asyncio
 import builtins
 import collections
-import collections.abc
 import contextlib
 import ctypes
 import enum
@@ -127,11 +126,11 @@ class Handles:
         self.calls: list[Any] = [function]
 
     def node(self, value: Any) -> Any:
-        """Returns the kind and parts of a function, iterator or coroutine; None for others."""
+        """Returns the kind and parts of a function, generator or coroutine; None for others."""
         kind, call = "function", value
         if inspect.iscoroutine(value):
             kind, call = "coroutine", functools.partial(asyncio.run, value)
-        elif isinstance(value, collections.abc.Iterator):
+        elif inspect.isgenerator(value) or type(value).__module__ == "itertools":  # maybe endless
             kind, call = "generator", functools.partial(_step, value)
         elif not callable(value) or (isinstance(value, type) and value.__module__ == "builtins"):
             return None

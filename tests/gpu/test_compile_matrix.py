@@ -90,7 +90,7 @@ OLDER, NEWER = (80, 86, 89, 120), (90, 100)
 """The matrices of the first are multiplied by the same instructions, in the same shared memory; each of the others has its own."""
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(ATTENDING))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(ATTENDING)))
 def test_attention_of_models_compiles_for_gpus(number: int, name: str, tmp_path: Path) -> None:
     """Each kernel for two GPUs, by turns, or for one. The shared memory of the smallest suffices, a multiprocessor holds two
     programs of decoding, matrices are multiplied by tensor cores."""
@@ -129,7 +129,7 @@ of models, and wider ones."""
 REFUSED = {("latents in float32", 86)}
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(WIDE))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(WIDE)))
 def test_the_widest_heads_fit_or_are_refused(number: int, name: str, tmp_path: Path) -> None:
     """Cuts are chosen by the card's shared memory: 99 KiB on an RTX 30, 40 or 50, 163 on an A100, 227 on the largest. What no cut
     has room for is refused before anything is compiled. Heads of 512 and more keep a few registers in memory."""
@@ -157,7 +157,7 @@ def test_the_count_of_shared_memory_is_not_generous(tmp_path: Path) -> None:
 HEADS = sorted({(shape.heads, shape.kv_heads, shape.dim, shape.normed) for name, shape in MODELS.items() if name in LAYERS})
 
 
-@pytest.mark.parametrize(("number", "shape"), enumerate(HEADS), ids=str)
+@pytest.mark.parametrize(("number", "shape"), list(enumerate(HEADS)), ids=str)
 def test_heads_of_models_compile_for_gpus(number: int, shape: tuple[int, int, int, bool], tmp_path: Path) -> None:
     from shoal.models.layers import layer_kernels
 
@@ -171,7 +171,7 @@ def test_heads_of_models_compile_for_gpus(number: int, shape: tuple[int, int, in
         assert compiled(layer_kernels.heads, types, constants, capability, tmp_path, warps=1, stages=1).keeps_to_registers
 
 
-@pytest.mark.parametrize(("number", "width"), enumerate(sorted({_power(MODELS[name].width) for name in LAYERS})))
+@pytest.mark.parametrize(("number", "width"), list(enumerate(sorted({_power(MODELS[name].width) for name in LAYERS}))))
 def test_norms_of_models_compile_for_gpus(number: int, width: int, tmp_path: Path) -> None:
     from shoal.models.layers import layer_kernels
 

@@ -158,7 +158,7 @@ def test_every_kernel_of_a_draw_that_is_launched_is_compiled() -> None:
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("number", "name"), enumerate(DRAWS))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(DRAWS)))
 def test_draws_compile_for_gpus(number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from shoal.models.layers import draw_kernels
@@ -174,7 +174,7 @@ def test_draws_compile_for_gpus(number: int, name: str, tmp_path: Path, monkeypa
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("number", "name"), enumerate(KERNELS))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(KERNELS)))
 def test_they_compile_for_gpus(number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For GPUs by turns, products of matrices for an A100 as well. Nothing is spilled, and threads are so small that loads of many
     are under way."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from shoal.config import Sampling
-from shoal.errors import BadLogits, RequestError
+from shoal.errors import BadLogits, RequestError, ShoalError
 from shoal.sampling import distributions, native_draws
 from shoal.sampling.distributions import pure_probabilities
 from shoal.types.requests import Request, Row
@@ -482,6 +482,16 @@ def test_padding_is_finite_whatever_it_holds() -> None:
         assert bool(probabilities(logits, rows, [[1, 2], []]).isfinite().all())
         with pytest.raises(BadLogits, match="draft position 1"):
             probabilities(logits, rows, [[1, 2], [3]])
+
+
+def test_padding_is_a_fault_where_its_logits_are_no_numbers_alone() -> None:
+    """The cells of such a column must be zeroed; what controls forbid there is nobody's fault."""
+    logits, faults = torch.zeros(1, 3, 4), dict[Row, dict[int, ShoalError]]()
+    logits[0, 1] = torch.nan
+    logits[0, 2, 1:] = -torch.inf
+    row = make_row(Sampling(bad_words=[(0,)]), [1])
+    distributions.probabilities(logits, Positions([row], [[]]), faults)
+    assert {column: type(error) for column, error in faults[row].items()} == {1: BadLogits}
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

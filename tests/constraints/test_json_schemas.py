@@ -673,6 +673,7 @@ def test_what_is_proved_is_true(schemas: list[Any], definitions: dict[str, Any])
         ({"enum": []}, "no value fits an empty list of types, values or alternatives"),
         ({"not": {}}, "cannot be used: no value fits false"),
         ({"type": "integer", "minimum": 5, "maximum": 4}, "no value fits it: minimum (5) is greater than maximum (4)"),
+        ({"type": "integer", "minimum": 2**54 + 1, "maximum": 2**54 + 1}, "no whole number that a double holds lies within"),
         ({"minimum": "1"}, '"minimum" must be a number, got "1"'),
         ({"maxLength": 1.5}, '"maxLength" must be a whole number, 0 or more, got 1.5'),
         ({"required": "a"}, '"required" must be of the type array, got "a"'),

@@ -109,6 +109,11 @@ REWORDED = (
         "patternProperty regexes /(.*)/ and /(.*)/ are not disjoint",
         r"a name may fit two patterns of patternProperties, \1 and \2: let each name fit one",
     ),
+    (
+        r"Unsatisfiable schema: minimum \(-?\d{16,}\) is greater than maximum \(-?\d{16,}\)",
+        "no whole number that a double holds lies within minimum and maximum (beyond 2^53 not all "
+        "are)",
+    ),
     ("Unsatisfiable schema: (.*)", r"no value fits it: \1"),
     ("Expected f64 for '(.*)', got (.*)", r'"\1" must be a number, got \2'),
     (

@@ -158,12 +158,12 @@ def mbxp_cases(path: Path, count: int, lots: random.Random, sandbox: Sandbox) ->
 
 def compare(model: shoal.Shoal, cases: Iterable[Case], options: Json, sandbox: Sandbox) -> Json:
     rounds, cuts = Clock(), Clock()
-    inner, ends = engine.checked, {kind: kind.best_end for kind in (PythonMiddle, TreeMiddle)}
+    inner, ends = engine.apply_checks, {kind: kind.best_end for kind in (PythonMiddle, TreeMiddle)}
     tables: dict[str, Counter[str]] = {name: Counter() for name in ("free", "longest", "checked")}
     seconds = {"free": 0.0, "checked": 0.0}
     fills = middle_tokens(model.tokenizer) is not None
     model.generate("x = ", n=options["n"], max_new_tokens=8)  # the first call measures and builds
-    engine.checked = rounds.wrap(inner)
+    engine.apply_checks = rounds.wrap(inner)
     for kind, best_end in ends.items():
         kind.best_end = cuts.wrap(best_end)  # type: ignore[method-assign]
     for case in cases:
@@ -181,7 +181,7 @@ def compare(model: shoal.Shoal, cases: Iterable[Case], options: Json, sandbox: S
                     good = parses(language, case.left + text + case.right)
                     ended = sample.finish_reason == "eos"
                     _count(tables[way], good, ended, good and middles(text), len(sample.token_ids))
-    engine.checked = inner
+    engine.apply_checks = inner
     for kind, best_end in ends.items():
         kind.best_end = best_end  # type: ignore[method-assign]
     if not seconds["checked"]:

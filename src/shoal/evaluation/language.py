@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
+from pathlib import Path
 
 MIB = 2**20
 
@@ -189,7 +189,7 @@ def epilogue_of(name: str) -> str:
 
 def text_of(name: str) -> str:
     """Returns the text of a file that is not Python."""
-    return (resources.files("shoal") / "data" / "programs" / name).read_text("utf-8")
+    return (Path(__file__).parents[1] / "data" / "programs" / name).read_text("utf-8")
 
 
 STATEMENT = "\n;\n"

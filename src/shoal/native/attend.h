@@ -294,12 +294,12 @@ INLINE int64_t NAME(members)(const Attention *a, int64_t row, int64_t end) {
 }
 
 /* Sets `failed` where there is no memory. Rows come in parts of at most BUNDLE, several for each thread where there are as many. A
-   thread computes all heads of a part, whose tokens lie side by side: memory brings the next head with the one that is read. Rows
-   that are fewer than the threads come by heads. */
+   thread computes all heads of a part, which lie side by side in a token: memory brings the next head with the one that is read.
+   Few parts that threads cannot share evenly come head by head, so that no thread waits for another's row. */
 static void NAME(share_of_attend)(const Attention *a, int *failed) {
     int64_t each = a->rows / a->threads, part = each < 2 * FEW ? (each < FEW ? each : FEW) : each / 2;
-    int64_t heads = each ? a->kv_heads : 1;
     part = part < 1 ? 1 : part > BUNDLE ? BUNDLE : part;
+    int64_t parts = (a->rows + part - 1) / part, heads = parts % a->threads && parts < 4 * a->threads ? 1 : a->kv_heads;
 #pragma omp for collapse(2) schedule(dynamic, heads)
     for (int64_t begin = 0; begin < a->rows; begin += part)
         for (int64_t head = 0; head < a->kv_heads; head++) {

@@ -75,8 +75,10 @@ def test_a_pair_that_was_trained_is_loaded_and_drafts(tmp_path: Path, monkeypatc
         return rows
 
     monkeypatch.setattr("train_mtp.measure", measure)
+    monkeypatch.setattr("train_mtp.p_values", lambda target, draft: [{"draft": draft}])
     train_assistant.main(tmp_path, 40, to=tmp_path / "counts.json")
     counts = json.loads((tmp_path / "counts.json").read_text())
     assert isinstance(counts["machine"]["commit"], str)
     assert (counts["training steps"], counts["rows"]) == (40, rows)
+    assert counts["laws"] == [{"draft": f"assistant:{tmp_path / 'assistant'}"}]
     assert rows[0]["accepted"] > 0.8 * rows[0]["drafted"] > 0

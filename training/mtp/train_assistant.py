@@ -24,8 +24,7 @@ from transformers import (
 import train_mtp  # isort: skip  # it makes the two scripts below importable
 
 import command
-from provenance import require_place, write_results
-from shoal.bench.machine import machine
+from provenance import require_place
 
 KINDS = ["sliding_attention", "full_attention"]
 WINDOW = 64
@@ -119,10 +118,7 @@ def main(
     require_place(to)
     if not trained:
         train(directory, steps)
-    rows = train_mtp.measure(directory / "target", f"assistant:{directory / 'assistant'}")
-    if to is not None:
-        steps_here = None if trained else steps
-        write_results(to, {"machine": machine(torch.device("cpu")), "training steps": steps_here, "rows": rows})
+    train_mtp.report(to, None if trained else steps, directory / "target", f"assistant:{directory / 'assistant'}")
 
 
 if __name__ == "__main__":

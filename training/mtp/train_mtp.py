@@ -2,8 +2,8 @@
 
 `python training/mtp/train_mtp.py build/mtp` writes a checkpoint named as Qwen3.5's, of three gated delta nets and one attention
 layer, from the bundled pair's corpus and tokenizer, and prints its tokens per pass with
-`--draft mtp`, and for how many prompts its greedy ids are those of Transformers; with `--json FILE` these and the
-machine become a file.
+`--draft mtp`, for how many prompts its greedy ids are those of Transformers, and the p-values of its samples under the
+law of Transformers; with `--json FILE` these and the machine become a file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +42,8 @@ from shoal.train.own_samples import Windows
 SIZE = CorpusSize(problems=12_000, stdlib_characters=400_000)
 LENGTH, BATCH, RATE = 128, 16, 4e-3
 NEW = 64
+TOKENS, CALLS, TEMPERATURE, TOP_K = 3, 160, 1.5, 4
+"""The number of tokens whose law is tested, the calls of 8 samples, and how these are drawn."""
 PUBLISHED = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
 
 
@@ -137,6 +140,88 @@ def by_transformers(directory: Path, prompts: Sequence[list[int]]) -> list[tuple
     return [tuple(text[len(prompt) :].tolist()) for text, prompt in zip(texts, prompts, strict=True)]
 
 
+def p_values(directory: Path, draft: str = "mtp") -> list[dict[str, Any]]:
+    """Prints and returns p-values of 3 tokens, 8 samples a call, under their law, by rules of acceptance.
+
+    A p-value near 0 says that the samples do not follow the law. It stands beside that of another law, the one of a
+    temperature of 1, which shall be near 0. Of the coupled rule, whose tokens are those of plain decoding, the prompts
+    are counted for which they are.
+    """
+    rows: list[dict[str, Any]] = []
+    prompts = [problem.prompt for problem in generate(1, 12, "constants")]
+    hf = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    print("rule       drafted  accepted  outcomes  p-value  of another law  sampled as plain")
+    with shoal.load(directory, draft, dtype="float32") as pair:
+        prompt = pair.tokenizer.encode(prompts[0])
+        laws = [law(hf, prompt, temperature) for temperature in (TEMPERATURE, 1.0)]
+        for rule in ("rejection", "coupled"):
+            counts, drafted, accepted = Counter[tuple[int, ...]](), 0, 0
+            for seed in range(CALLS):
+                result = pair.generate(
+                    prompt, 8, max_new_tokens=TOKENS, temperature=TEMPERATURE, top_k=TOP_K, lookahead=2, rule=rule, seed=seed
+                )
+                counts.update(tuple(sample.token_ids) for sample in result[0].samples)
+                drafted, accepted = drafted + result.stats.drafted, accepted + result.stats.accepted
+            p_value, control = (fit_of(counts, each) for each in laws)
+            row: dict[str, Any] = {
+                "rule": rule,
+                "samples": 8 * CALLS,
+                "tokens": TOKENS,
+                "drafted": drafted,
+                "accepted": accepted,
+            }
+            row |= {"outcomes": len(laws[0]), "p-value": p_value, "p-value of another law": control}
+            if rule == "coupled":
+                drafts, plain = (
+                    pair.generate(prompts, 8, max_new_tokens=NEW, temperature=0.8, lookahead=lookahead, rule=rule, seed=1)
+                    for lookahead in (3, "off")
+                )
+                row["prompts"] = len(prompts)
+                row["prompts with the sampled ids of plain decoding"] = sum(
+                    [sample.token_ids for sample in one.samples] == [sample.token_ids for sample in other.samples]
+                    for one, other in zip(drafts, plain, strict=True)
+                )
+            rows.append(row)
+            alike = row.get("prompts with the sampled ids of plain decoding", "-")
+            said = f"{rule:9} {drafted:8} {accepted:9} {len(laws[0]):9} {p_value:8.3f} {control:15.1e} {alike:>17}"
+            print(said, flush=True)
+    return rows
+
+
+@torch.inference_mode()
+def law(hf: Any, prompt: Sequence[int], temperature: float) -> dict[tuple[int, ...], float]:
+    """Computes the probabilities of all continuations of `TOKENS` tokens, or up to the end of the text, by Transformers."""
+    paths: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for path, share in paths.items():
+            if path and path[-1] == hf.config.eos_token_id:
+                longer[path] = share
+                continue
+            logits = hf(torch.tensor([[*prompt, *path]]), use_cache=False).logits[0, -1].double()
+            best = logits.topk(TOP_K)
+            for token, each in zip(best.indices.tolist(), (best.values / temperature).softmax(-1).tolist(), strict=True):
+                further = (*path, token)
+                longer[further] = share * each
+        paths = longer
+    return paths
+
+
+def fit_of(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """Computes the p-value of Pearson's test; outcomes that are expected less than 5 times count as one."""
+    if set(counts) - set(law):
+        return 0.0
+    samples = counts.total()
+    cells = {outcome: outcome if share * samples >= 5 else None for outcome, share in law.items()}
+    observed, expected = Counter[tuple[int, ...] | None](), Counter[tuple[int, ...] | None]()
+    for outcome, share in law.items():
+        observed[cells[outcome]] += counts[outcome]
+        expected[cells[outcome]] += share * samples  # type: ignore[assignment]
+    distance = sum((observed[cell] - wanted) ** 2 / wanted for cell, wanted in expected.items())
+    halves = torch.tensor([(len(expected) - 1) / 2, distance / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(*halves)) if len(expected) > 1 else 1.0
+
+
 def main(
     directory: Path,
     steps: int = 300,
@@ -147,10 +232,14 @@ def main(
     require_place(to)
     if not trained:
         train(directory, steps)
-    rows = measure(directory)
+    report(to, None if trained else steps, directory)
+
+
+def report(to: Path | None, steps: int | None, target: Path, draft: str = "mtp") -> None:
+    """Measures, and writes the counts to a file."""
+    rows, laws = measure(target, draft), p_values(target, draft)
     if to is not None:
-        steps_here = None if trained else steps
-        write_results(to, {"machine": machine(torch.device("cpu")), "training steps": steps_here, "rows": rows})
+        write_results(to, {"machine": machine(torch.device("cpu")), "training steps": steps, "rows": rows, "laws": laws})
 
 
 def train(directory: Path, steps: int) -> None:

@@ -2,7 +2,7 @@
 
 A line is one operation at a number of tokens. Times are of a CUDA graph that launches it over several sets of weights in turn, so
 that none is found in the cache of the GPU, divided by their number: the gaps between kernels of a graph are part of it. The error
-is ||found - right|| / ||right||.
+is ||found - right|| / ||right||, of draws the share of tokens that are others.
 
 Run by benchmarks/gpu/run.sh, or alone: python benchmarks/gpu/products.py
 """
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from common import arguments, deliver, device_or_exit, microseconds
 from shoal.bench.work import ceilings
 from shoal.models.attention.fused import available
+from shoal.models.layers.gpu_draws import on_device, softmax, softmax_runs
 from shoal.sampling import drawing
 from shoal.sampling.uniforms import BUCKETS
 
@@ -34,14 +35,16 @@ PRODUCTS = {
     },
     "cpu": {"small": (48, 96)},
 }  # fmt: skip
-WIDTHS = {"cuda": (4096, 13824), "cpu": (48, 96)}
-"""Features of a token between the products of 7.8B, and of its MLP."""
-VOCABULARIES = {"cuda": (51200, 151936), "cpu": (600,)}
+WIDTHS = {"cuda": (4096, 5120, 8192), "cpu": (48,)}
+"""Features of a token between the products of 7B, 13B and 70B."""
+MLP = {"cuda": 13824, "cpu": 96}
+"""Features of a token in the MLP of 7.8B."""
+VOCABULARIES = {"cuda": (32000, 51200, 151936), "cpu": (600,)}
 CACHE = 256 << 20
 """Bytes of the sets of weights together, several times the cache of a GPU."""
 MOST_SETS = {"cuda": 16, "cpu": 2}
 LIMIT = 1e-2
-"""The largest error that rounding in 16 bit explains."""
+"""The largest error that rounding in 16 bit explains; another token among 56 is more."""
 Call = Callable[[], Tensor]
 Line = dict[str, Any]
 
@@ -52,7 +55,7 @@ class Operation(NamedTuple):
     Attributes:
         name: for the table.
         calls: one per set.
-        right: what the first should give, in float64; None: it has no right value of its own.
+        right: what the first should give, in float64, or tokens; None: it has no right value of its own.
         bytes: that one call must move.
     """
 
@@ -111,53 +114,69 @@ def _rounded_product(x: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
 
 
 def small_kernels(device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[Operation]:
-    """What stands between the products of a layer of 7.8B, and the draws of a step."""
-    (width, mlp), sets = WIDTHS[device.type], MOST_SETS[device.type]
-    x, other = torch.randn(2, tokens, width, device=device, dtype=dtype)
-    if available(x):
-        from shoal.models.layers import add_norm, silu_mul
-        from shoal.models.lean import Norm
+    """What stands between the products of a layer, and the draws of a step."""
+    both, sets = torch.randn(tokens, 2 * MLP[device.type], device=device, dtype=dtype), MOST_SETS[device.type]
+    if available(both):
+        from shoal.models.layers import silu_mul
 
-        norm = Norm(torch.randn(width, device=device, dtype=dtype), 1e-6)
-        wide = x.double()
-        right = wide / (wide.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
-        yield Operation(f"norm of {width}", [lambda: add_norm(x, None, norm)] * sets, right, 2 * x.nbytes)
-        yield Operation(f"norm and sum of {width}", [lambda: add_norm(x.clone(), other, norm)] * sets, None, 6 * x.nbytes)
-        both = torch.randn(tokens, 2 * mlp, device=device, dtype=dtype)
+        for width in WIDTHS[device.type]:
+            yield from norms(*torch.randn(2, tokens, width, device=device, dtype=dtype))
         gate, up = both.double().chunk(2, dim=1)
         yield Operation("silu and product", [lambda: silu_mul(both)] * sets, F.silu(gate) * up, 1.5 * both.nbytes)
     for vocabulary in VOCABULARIES[device.type]:
         logits = torch.randn(tokens, vocabulary, device=device, dtype=dtype)
-        yield Operation(
-            f"softmax of {vocabulary}",
-            [partial(torch.softmax, logits, -1, torch.float32)] * 4,
-            None,
-            logits.nbytes + 4 * logits.numel(),
-        )
+        moved, right = logits.nbytes + 4 * logits.numel(), logits.double().softmax(-1)
+        yield Operation(f"softmax of {vocabulary}", [partial(torch.softmax, logits, -1, torch.float32)] * 4, right, moved)
+        if softmax_runs(logits):
+            yield Operation(f"softmax of {vocabulary}, kernels", [partial(_softmax, logits)] * 4, right, moved)
         weights = logits.float().softmax(-1)
         uniforms = torch.rand(tokens, 1 + BUCKETS, device=device, dtype=torch.float64)
         for draw in (drawing.inverse_transform, drawing.exponential_race):
             yield from draws(draw, weights, uniforms if draw is drawing.exponential_race else uniforms[:, :1].contiguous())
 
 
+def norms(x: Tensor, other: Tensor) -> Iterator[Operation]:
+    """The norm of a layer, alone and after the residual sum."""
+    from shoal.models.layers import add_norm
+    from shoal.models.lean import Norm
+
+    norm, width, sets = Norm(torch.randn_like(x[0]), 1e-6), x.shape[1], MOST_SETS[x.device.type]
+
+    def right(wide: Tensor) -> Tensor:
+        return wide / (wide.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+
+    yield Operation(f"norm of {width}", [lambda: add_norm(x, None, norm)] * sets, right(x.double()), 2 * x.nbytes)
+    total = right(x.double() + other.double())
+    yield Operation(f"norm and sum of {width}", [lambda: add_norm(x.clone(), other, norm)] * sets, total, 6 * x.nbytes)
+
+
+def _softmax(logits: Tensor) -> Tensor | None:
+    """The distribution of a step by the kernels."""
+    return softmax(logits, None, logits.shape[1]).probs
+
+
 def draws(draw: Any, weights: Tensor, uniforms: Tensor) -> Iterator[Operation]:
     """A draw by the operations of torch, and by the kernels where they run."""
-    from shoal.models.layers.gpu_draws import on_device
-
-    right, name = draw(weights, uniforms).double(), f"{draw.__name__} of {weights.shape[1]}"
+    right, name = draw(weights, uniforms), f"{draw.__name__} of {weights.shape[1]}"
     made = on_device(draw, weights)
     if made is not draw:
         yield Operation(f"{name}, kernels", [lambda: made(weights, uniforms)] * 4, right, weights.nbytes)
     yield Operation(f"{name}, torch", [lambda: draw(weights, uniforms)] * 4, right, weights.nbytes)
 
 
+def error_of(found: Tensor, right: Tensor) -> float:
+    """Of tokens the share that are others: their numbers say nothing of how near they are."""
+    if not right.is_floating_point():
+        return float((found != right).double().mean())
+    return float((found.double() - right).norm() / right.norm().clamp(min=1e-12))
+
+
 def line_of(operation: Operation, device: torch.device, tokens: int, bandwidth: float, repeats: int) -> Line:
     """An operation that fails is told, and does not keep the next from running."""
     line: Line = {"operation": operation.name, "tokens": tokens}
     try:
-        found = operation.calls[0]().double()
-        right = operation.right
-        error = None if right is None else float((found - right).norm() / right.norm().clamp(min=1e-12))
+        found, right = operation.calls[0](), operation.right
+        error = None if right is None else error_of(found, right)
         taken = microseconds(operation.calls, device, repeats)
     except Exception as failure:  # a shape that a library refuses
         return {

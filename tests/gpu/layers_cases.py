@@ -201,6 +201,21 @@ def test_a_kernel_is_the_definition(name: str, dtype: torch.dtype) -> None:
     check()
 
 
+REAL = {
+    "Llama-2 7B": Case(width=4096, heads=32, kv_heads=32, dim=128, rotary=128),
+    "Llama-2 13B": Case(width=5120, heads=40, kv_heads=40, dim=128, rotary=128),
+    "Llama-3 70B": Case(width=8192, heads=64, kv_heads=8, dim=128, rotary=128),
+    "Qwen3 8B": Case(width=4096, heads=32, kv_heads=8, dim=128, rotary=128, normed=True),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("model", REAL)
+def test_layers_of_real_models(model: str, name: str) -> None:
+    """At the widths and heads of the layers that users compute; eight rows that verify six drafts on a card."""
+    assert OPERATIONS[name](replace(REAL[model], tokens=2 if INTERPRETED else 56, dtype=torch.bfloat16)) <= 1
+
+
 # ── negative controls: kernels with one thing wrong, none of which leaves its tensors ───────────────────────────────
 
 MUTANTS = {name: wrong_ones(f"Triton: {name}") for name in OPERATIONS}

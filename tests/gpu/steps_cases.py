@@ -41,6 +41,8 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("neither a CUDA device nor TRITON_INTERPRET=1", allow_module_level=True)
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+QWEN = 151_936 // (16 if INTERPRETED else 1)
+"""Tokens of Qwen's vocabulary; a part of them in the interpreter, which takes minutes for all."""
 Draw = Callable[[Tensor, Tensor], Tensor]
 DRAWS: dict[str, tuple[Draw, Draw]] = {
     "inverse_transform": (drawing.inverse_transform, on_gpu.inverse_transform),
@@ -82,10 +84,10 @@ def differing(name: str, vocabulary: int, seeds: int = 3) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("vocabulary", [1, 70, 256, 257, 5003])
+@pytest.mark.parametrize("vocabulary", [1, 70, 256, 257, 5003, QWEN])
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_kernel_draws_what_the_definition_draws(name: str, vocabulary: int) -> None:
-    assert differing(name, vocabulary) == 0
+    assert differing(name, vocabulary, seeds=1 if vocabulary == QWEN else 3) == 0
 
 
 def test_tokens_have_the_weights_that_they_are_drawn_by() -> None:
@@ -103,6 +105,7 @@ FORMATS = [torch.float32, torch.bfloat16, torch.float16]
     [
         *((4500, 4500, dtype) for dtype in FORMATS),
         *((*sizes, FORMATS[i % 3]) for i, sizes in enumerate([(1, 1), (70, 70), (70, 90), (90, 70), (2048, 2048)])),
+        (QWEN, QWEN, torch.bfloat16),
     ],
     ids=str,
 )

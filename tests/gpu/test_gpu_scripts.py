@@ -554,11 +554,16 @@ def test_products_are_checked_and_timed(script: Any, monkeypatch: pytest.MonkeyP
     assert {line["tokens"] for line in lines} == {8, 56}
     assert {line["operation"] for line in lines if line["error"] != "-"} == {
         "small, float32",
+        "softmax of 600",
         "inverse_transform of 600, torch",
         "exponential_race of 600, torch",
     }
     wrong = script.Operation("wrong", [lambda: torch.ones(2)], torch.zeros(2).double() + 1.1, 8.0)
     assert script.line_of(wrong, CPU, 1, 1e9, 1)["verified"] is False
+    another = script.Operation(
+        "one of 56 tokens", [lambda: torch.tensor([50000] * 55 + [50001])], torch.tensor([50000] * 56), 8.0
+    )
+    assert script.line_of(another, CPU, 56, 1e9, 1)["verified"] is False  # though its number is near
     refused = script.Operation("refused", [lambda: torch.ones(2) @ torch.ones(3)], None, 8.0)
     assert script.line_of(refused, CPU, 1, 1e9, 1)["microseconds"] == "-"
 
@@ -570,7 +575,16 @@ def test_products_are_checked_and_timed(script: Any, monkeypatch: pytest.MonkeyP
     [
         (
             "products",
-            ["small, int8", "small, float8_e4m3fn", "norm of 48", "silu and product", "inverse_transform of 600, kernels"],
+            [
+                "small, int8",
+                "small, float8_e4m3fn",
+                "norm of 48",
+                "norm and sum of 48",
+                "silu and product",
+                "softmax of 600, kernels",
+                "inverse_transform of 600, kernels",
+                "exponential_race of 600, kernels",
+            ],
         ),
         ("attention", ["fused"]),
     ],

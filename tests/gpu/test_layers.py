@@ -22,8 +22,9 @@ from shoal.errors import RequestError
 from shoal.lookahead.controller import Fixed
 from shoal.models import layers, loading, passes, quantize
 from shoal.models.attention.fused import Card, has_triton
-from shoal.models.layers import COLUMNS, MIDDLE, NARROW, WIDE, cut_of, gpu_draws, product_or_sums, shares_of
+from shoal.models.layers import COLUMNS, MIDDLE, NARROW, WIDE, _power, cut_of, gpu_draws, product_or_sums, shares_of
 from shoal.native.build import missing
+from shoal.sampling.uniforms import BUCKETS
 from shoal.testing import tiny_model
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton 3.6 is not installed (extra `triton`)")
@@ -147,6 +148,25 @@ DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     ),
 }  # fmt: skip
 """The same of `gpu_draws`, for the largest vocabulary."""
+
+
+VOCABULARIES = (151_936, 152_064, 256_000)
+"""Qwen3, Qwen2.5, Gemma; those of Llama 3 and DeepSeek-V3 have half as many parts."""
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_draws_of_large_vocabularies_are_those_that_are_compiled(vocabulary: int) -> None:
+    members = -(-vocabulary // BUCKETS)
+    sizes = {
+        "inverse_transform": {"SIZE": gpu_draws.SIZE, "BLOCKS": _power(-(-vocabulary // gpu_draws.SIZE))},
+        "softmax": {"SIZE": gpu_draws.PART, "PARTS": _power(-(-vocabulary // gpu_draws.PART))},
+        "exponential_race": {
+            "BUCKETS": BUCKETS, "MEMBERS": _power(members), "PARTS": _power(-(-members // gpu_draws.DEPTH))
+        },
+    }  # fmt: skip
+    assert vocabulary <= gpu_draws.MOST_TOKENS
+    for name, constants in sizes.items():
+        assert DRAWS[name][1] == constants, name
 
 
 @pytest.mark.skipif(not has_triton(), reason="needs Triton (extra `triton`)")

@@ -323,6 +323,15 @@ def test_rows_beyond_32_bits(case: Case) -> None:
     assert excess(case) <= 1
 
 
+@pytest.mark.parametrize("start", [1, 7, 16])
+def test_a_block_of_keys_lies_across_spans(start: int) -> None:
+    """Places are counted from the last multiple of 1,024 tokens; a block may begin before one and end behind it."""
+    span = fused_kernels.SPAN.value
+    case = replace(FAR_ROW, rows=(Row(3 * span + start, 2),), window=15)
+    assert excess(case) <= 1
+    assert excess(replace(case, rows=(Row(span + start, 9, 0),), prompts=(span - 5,), window=40)) <= 1
+
+
 def test_the_poison_is_there() -> None:
     """Negative control: a method that reads beyond a row's length, if only under a mask, meets NaN."""
     data = fill(Case((Row(9, 2), Row(3, 1))))

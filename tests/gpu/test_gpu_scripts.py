@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,8 @@ import torch
 import transformers
 
 from serving import eventually
+from shoal import cli
+from shoal.bench import random_pairs
 from shoal.bench.random_pairs import SHAPES, shaped_pair
 from shoal.bench.work import Ceilings, Load
 from shoal.models import loading
@@ -254,6 +257,43 @@ def test_the_stages_fit_their_time(script: Any) -> None:
         files = [part for part in stage.command if part.endswith(".py")]
         assert all(Path(file).exists() for file in files)
         assert files or stage.command[2] == "shoal"
+
+
+class Understood(Exception):
+    """Raised where a command would begin to work."""
+
+
+@pytest.mark.parametrize("device", ["cuda", "pretend", "cpu"])
+@pytest.mark.parametrize("script", ["run"], indirect=True)
+def test_the_commands_of_the_stages_are_understood(
+    script: Any, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An option that a script does not have would cost its stage on a card."""
+
+    def begins(*_: object, **__: object) -> None:
+        raise Understood
+
+    monkeypatch.setattr(random_pairs, "shaped_pair", begins)
+    understood = []
+    for stage in script.stages(device):
+        command = [part.replace("{results}", str(tmp_path)) for part in stage.command]
+        (name, *rest) = [Path(part).stem for part in command if Path(part).parent == SCRIPTS and part.endswith(".py")] or [
+            ""
+        ]
+        if name:
+            module = importlib.import_module(name)
+            monkeypatch.setattr(module, "device_or_exit", begins)
+            monkeypatch.setattr(sys, "argv", command[1:])
+            work: Any = module.main
+        elif command[2] == "shoal":
+            work = partial(cli.app, command[3:], prog_name="shoal", standalone_mode=False)
+        else:
+            continue  # of pytest
+        with pytest.raises(Understood):
+            work()
+        understood.append(stage.name)
+        assert not rest
+    assert len(understood) == len(script.stages(device)) - len(("kernels", "captured", "sanitizer"))
 
 
 @needs_triton

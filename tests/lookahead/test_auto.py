@@ -25,9 +25,9 @@ from shoal.engine.engine import Engine
 from shoal.lookahead import safeguards
 from shoal.lookahead.acceptance import Acceptance, DraftOutcome, Record
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
-from shoal.lookahead.costs import CostCurve, DraftCostCurve, rounded
+from shoal.lookahead.costs import CostCurve, DraftCostCurve, RunCostCurve, rounded
 from shoal.lookahead.plan import Unfed, best_plan
-from shoal.lookahead.safeguards import FIRST, MOST, SHARE, Credit, PlainRounds
+from shoal.lookahead.safeguards import FIRST, LONGEST, MOST, SHARE, Backoff, Credit, PlainRounds
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Limits, Request, Row, Sampling
@@ -307,6 +307,62 @@ def test_plain_rounds_in_one_go_are_not_priced_as_drafts_of_as_many_positions() 
     assert best_plan(survival, np.ones(8), costs) is None
     costs.runs = CostCurve()  # sabotage: a plain round costs a pass over its positions
     assert best_plan(survival, np.ones(8), costs) is not None
+
+
+def test_a_plain_round_among_several_costs_no_more_than_one_by_itself() -> None:
+    """Else drafts go on for as long as plain rounds are believed to be as slow as they were for a moment: those that are made
+    between drafts to check it come one by one."""
+    controller = Auto(PairCosts(packed=True))
+    for seconds in (1.0, 3.0):  # the machine is quiet, then busy
+        for _ in range(10):
+            controller.learn(Outcome([0] * 8, [0] * 8, 0, seconds, 0.0, rounds=8))
+    assert controller.costs.seconds_plain(8) == pytest.approx(3.0)
+    controller.learn(Outcome([0] * 8, [0] * 8, 0, 1.2, 0.0))
+    assert controller.costs.runs.seconds(8) == pytest.approx(3.0)
+    assert controller.costs.seconds_plain(8) == pytest.approx(1.2)
+
+
+def test_plain_rounds_that_are_slow_for_a_moment_begin_no_drafts() -> None:
+    """The median of nine counts; of each other pass a mean does."""
+    runs, mean = RunCostCurve(), CostCurve()
+    for seconds in [1.0] * 12 + [1.9] * 4:
+        runs.observe(8, seconds)
+        mean.observe(8, seconds)
+    assert (runs.seconds(8), mean.seconds(8)) == (1.0, pytest.approx(1.53, abs=0.01))
+    runs.observe(8, 1.9)
+    assert runs.seconds(8) == 1.9  # they are slow for good
+
+
+def plans_made(costs: PairCosts, runs: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Returns the number of plans that runs of 128 plain rounds of eight rows make."""
+    made = 0
+
+    def counted(*args: Any) -> None:
+        nonlocal made
+        made += 1
+
+    monkeypatch.setattr("shoal.lookahead.auto.best_plan", counted)
+    for _ in range(runs):
+        controller, rows, left = Auto(costs), [row() for _ in range(8)], 128
+        while left:
+            assert not any(controller.lengths(rows, 0))
+            rounds = min(left, controller.plain_rounds, 8)
+            controller.learn(Outcome([0] * 8, [0] * 8, 0, 1.0, 0.0, rounds=rounds))
+            left -= rounds
+    return made
+
+
+def test_a_run_goes_on_with_the_wait_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are new change no estimate, so what did not pay at the end of a run does not pay at the beginning of the next."""
+    costs = auto({8: 1.0, 16: 2.0, 600: 60.0}, 0.2, 0.02).costs
+    monkeypatch.setattr("shoal.lookahead.auto.trial_is_due", lambda *_: False)
+    assert plans_made(costs, 1, monkeypatch) in range(5, 9)  # after 1, 3, 7, ... rounds
+    assert plans_made(costs, 10, monkeypatch) <= 1 + 10 * 128 // LONGEST
+    made = 0
+    for _ in range(10):  # sabotage: each run begins to wait anew
+        costs.backoff = Backoff()
+        made += plans_made(costs, 1, monkeypatch)
+    assert made >= 50
 
 
 def first_planned_round(slow: int, rows: int) -> int:

@@ -12,8 +12,9 @@ from clocks import Clock, Priced, V, truth
 from shoal.config import Limits, Sampling
 from shoal.engine.engine import Engine
 from shoal.lookahead import auto
+from shoal.lookahead.acceptance import FADE, TreeSizes
 from shoal.lookahead.controller import Auto
-from shoal.lookahead.costs import FADE, PairCosts, TreeSizes
+from shoal.lookahead.costs import PairCosts
 from shoal.lookahead.plan import best_plan
 from shoal.sampling.acceptance import Coupled
 from shoal.testing.drafters import RandomTrees

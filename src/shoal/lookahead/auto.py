@@ -88,7 +88,6 @@ class Auto(Controller):
 
     def __init__(self, costs: PairCosts) -> None:
         self.costs = costs
-        self._backoff = Backoff()
         self.unfed = Unfed()
         self._rows: list[int] = []  # serial numbers
         self._record = Record(())
@@ -187,14 +186,14 @@ class Auto(Controller):
         if self._holds:
             self._age += 1
             return rows
-        if self._plan is None and not self._backoff.is_over(len(rows)):
+        if self._plan is None and not costs.backoff.is_over(len(rows)):
             return ()
         self._learn_acceptance()
         self._plan = self._new_plan(rows) if costs.credit.allows_plans else None
         if self._plan is not None:
-            self._backoff, self._age = Backoff(), 1
+            costs.backoff, self._age = Backoff(), 1
             return rows
-        self._backoff.extend(len(rows))
+        costs.backoff.extend(len(rows))
         chosen = self.unfed.cheapest(rows, TRIAL_ROWS)
         return chosen if trial_is_due(len(rows), self.unfed.tokens(chosen), costs) else ()
 
@@ -221,7 +220,7 @@ class Auto(Controller):
         """
         if self._plan is not None or self.costs.rounds < len(FIRST_ROUNDS):
             return TOGETHER
-        return 1 + self._backoff.left
+        return 1 + self.costs.backoff.left
 
     def promise(self, rows: Sequence[Row]) -> float:
         """Returns the tokens per second of the best plan for these rows.
@@ -307,7 +306,7 @@ class Auto(Controller):
         if not outcome.steps:
             costs.start.age(outcome.rounds)
             costs.draft.age(outcome.rounds)
-            self._backoff.skip(outcome.rounds - 1)
+            costs.backoff.skip(outcome.rounds - 1)
             checks = costs.plain_rounds.plain(rows)
             self._plain = None
             costs.forget_calibration(rows)

@@ -1,7 +1,4 @@
-"""The costs and the acceptance of the rounds of a pair, learned from the rounds that were made.
-
-The number of nodes of draft trees by depth decides the cost of a pass of the target over them.
-"""
+"""The costs and the acceptance of the rounds of a pair, learned from the rounds that were made."""
 
 from __future__ import annotations
 
@@ -11,55 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shoal.lookahead.acceptance import LIMIT, Acceptance, Array
-from shoal.lookahead.safeguards import Credit, PlainRounds
-
-FADE = 0.98
-"""The factor by which earlier trees of a depth fade, for each new tree of that depth."""
-
-
-class TreeSizes:
-    """The mean number of nodes by depth; the depth itself until a tree has branched.
-
-    Args:
-        limit: the greatest depth with a mean of its own.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._seen: dict[int, list[float]] = {}  # depth -> [weight, nodes times weight]
-        self._by_depth: Array | None = np.arange(limit + 1, dtype=float)
-
-    def observe(self, depths: Sequence[int], nodes: Sequence[int] | None) -> None:
-        """Adds the trees of a round.
-
-        Args:
-            depths: the depth of each row's tree.
-            nodes: the nodes of each row's tree; None = all were chains.
-        """
-        if nodes is None and not self._seen:
-            return
-        for depth, count in zip(depths, depths if nodes is None else nodes, strict=True):
-            if depth:
-                weight, total = self._seen.get(min(depth, self._limit), [0.0, 0.0])
-                self._seen[min(depth, self._limit)] = [FADE * weight + 1, FADE * total + count]
-        self._by_depth = None
-
-    @property
-    def by_depth(self) -> Array:
-        """The nodes of a tree of each depth 0..limit, [limit + 1].
-
-        They are never fewer than the depth, nor than the nodes of a lower depth. Between observed
-        depths the numbers lie on a straight line; beyond the deepest one each depth adds one node.
-        """
-        if self._by_depth is None:
-            seen = sorted(self._seen)
-            means = [self._seen[depth][1] / self._seen[depth][0] for depth in seen]
-            depths = np.arange(self._limit + 1, dtype=float)
-            found = np.interp(depths, [0, *seen], [0.0, *means]) + np.maximum(depths - seen[-1], 0)
-            self._by_depth = np.maximum.accumulate(np.maximum(found, depths))
-        return self._by_depth
-
+from shoal.lookahead.acceptance import LIMIT, Acceptance, Array, TreeSizes
+from shoal.lookahead.safeguards import Backoff, Credit, PlainRounds
 
 CALIBRATION_SHARE = 0.02
 """The weight of one round in the calibration, which compares results with plans.
@@ -135,7 +85,7 @@ class CostCurve:
             if len(first) < self.DOUBTED and value > most:
                 value = expected
         else:
-            value += self.SHARE * (min(seconds, self.MOST_TIMES * value) - value)
+            value = self._later(first, value, seconds)
         self._points[size] = [value, min(weight + 1, self.TRUST)]
         self._line = None
         return value
@@ -219,6 +169,10 @@ class CostCurve:
             self._line = [0, *sizes], [0.0, *seconds]
         return self._line
 
+    def _later(self, first: list[float], value: float, seconds: float) -> float:
+        """Returns the estimate of a size after one more observation than the first ones."""
+        return value + self.SHARE * (min(seconds, self.MOST_TIMES * value) - value)
+
     @staticmethod
     def _believed(observations: int) -> int:
         """Returns the place of the first observation that counts, sorted by seconds."""
@@ -235,6 +189,20 @@ class DraftCostCurve(CostCurve):
     @staticmethod
     def _believed(observations: int) -> int:
         return 0
+
+
+class RunCostCurve(CostCurve):
+    """A curve of plain rounds in one go: the median of the last ones counts.
+
+    The estimate decides between plain rounds and drafts that are nearly as fast. A mean follows
+    each disturbance, and drafts would begin whenever plain rounds seem slow for a moment.
+    """
+
+    FIRST = 9
+
+    def _later(self, first: list[float], value: float, seconds: float) -> float:
+        first[:] = [*first[1:], seconds]
+        return sorted(first)[self._believed(len(first))]
 
 
 class MixedCostCurve(CostCurve):
@@ -277,13 +245,15 @@ class PairCosts:
             it: the last row of a batch, an unlucky one, brings little more than half.
         credit: the time that drafting may lose.
         plain_rounds: the count of rounds after which one is plain, even if drafts seem to pay.
+        backoff: the count of plain rounds until the next plan; a run of as many rows goes on with
+            that of the last one, as new rows change no estimate.
     """
 
     def __init__(self, packed: bool) -> None:
         self.packed = packed
         self.acceptance, self.trees = Acceptance(LIMIT), TreeSizes(LIMIT)
         self.verify = CostCurve()
-        self.runs = CostCurve()
+        self.runs: CostCurve = RunCostCurve()
         self.start: CostCurve = DraftCostCurve()
         self.draft: CostCurve = DraftCostCurve()
         self.preparing = CostCurve()
@@ -291,6 +261,7 @@ class PairCosts:
         self.calibrations: dict[int, float] = {}
         self.credit = Credit()
         self.plain_rounds = PlainRounds()
+        self.backoff = Backoff()
         self._drafters: dict[str, PairCosts] = {}
 
     def of(self, name: str, *, mixed: bool = False, one_memory: bool = False) -> PairCosts:
@@ -318,9 +289,12 @@ class PairCosts:
         """Returns the seconds of a plain round.
 
         Where several are computed in one go, Python is met once for all of them, so that one costs
-        less than a pass over drafts of as many positions.
+        less than a pass over drafts of as many positions, and never more than a round by itself.
         """
-        return (self.runs if self.runs.known else self.verify).seconds(rows)
+        if not self.runs.known:
+            return self.verify.seconds(rows)
+        alone = self.verify.at(rows)
+        return min(self.runs.seconds(rows), math.inf if alone is None else alone)
 
     def seconds_preparing(self, tokens: int) -> float:
         """Returns the drafter's seconds over a number of tokens.

@@ -50,6 +50,22 @@ KEPT = {
     "a table that a call fills": "    return FACTOR * x\n\ndef _fill():\n    global FACTOR\n    FACTOR = 2\n\n_fill()\n",
     "a name in two branches": "    return TWO * x\n\nif True:\n    TWO = 2\nelse:\n    TWO = 3\n",
     "a wrapped function": "    return x\n\ndef twice(g):\n    return lambda x: 2 * g(x)\n\nf = twice(f)\n",
+    "a table that a function fills": "    return T[x]\n\nT = {}\n\n"
+    "def _fill():\n    for i in range(9):\n        T[i] = 2 * i\n\n_fill()\n",
+    "an import for a table": "    return T[-1] * x\n\nT = []\nimport operator\nfor i in (1, 2):\n    T.append(operator.index(i))\n",
+    "an import that may fail": "    return two * x\n\ntry:\n    from nowhere import two\nexcept ImportError:\n    two = 2\n",
+    "all names of a module": "    return int(floor(2.5)) * x\n\nfrom math import *\n",
+    "a decorated class": "    return C(x).y\n\ndef twice(c):\n    c.y = property(lambda s: 2 * s.x)\n    return c\n\n"
+    "@twice\nclass C:\n    def __init__(self, x):\n        self.x = x\n",
+    "a method set from outside": "    return C().go(x)\n\nclass C:\n    pass\n\nC.go = lambda self, x: 2 * x\n",
+    "a function in a register": "    return R['two'](x)\n\nR = {}\n\ndef enter(g):\n    R[g.__name__] = g\n    return g\n\n"
+    "@enter\ndef two(x):\n    return 2 * x\n",
+    "classes that enter themselves": "    return A.all[0].two(x)\n\nclass A:\n    all = []\n    def __init_subclass__(cls):\n"
+    "        A.all.append(cls)\n\nclass B(A):\n    @staticmethod\n    def two(x):\n        return 2 * x\n",
+    "a setting of a module": "    return int(Decimal(2) * x)\n\nfrom decimal import Decimal, getcontext\ngetcontext().prec = 50\n",
+    "a deep recursion": "    return 2 * x + deep(3000)\n\ndef deep(n):\n    return n and deep(n - 1)\n\n"
+    "import sys\nsys.setrecursionlimit(9999)\n",
+    "a name in a text": "    return eval('_two(x)')\n\ndef _two(x):\n    return 2 * x\n",
     "a line break of another kind": '    s = "\x0c"\n    return len(s) * 2 * x\n',
 }
 LEFT_OUT = {
@@ -61,6 +77,20 @@ LEFT_OUT = {
     "a test in a class": "import unittest\nclass TestF(unittest.TestCase):\n    def test(self):\n        f(1)\nunittest.main()\n",
     "half a function": "def main():\n    print((\n",
     "prose": "This is all.\n",
+    "a main program that another name begins": "def start():\n    import sys\n    sys.exit(f(1))\n\nstart()\n",
+    "a main program behind else": "if __name__ != '__main__':\n    pass\nelse:\n    raise SystemExit(f(1))\n",
+    "a test of a helper": "assert _twice(1) == 3\n",
+    "a loop of tests of a helper": "for x, y in [(1, 3)]:\n    assert _twice(x) == y\n    print(y)\n",
+    "a printed example of a helper": "print(_twice(1) / 0)\n",
+    "a value of a helper": "y = _twice('a') / 2\n",
+    "an input that the function's own names read": "import math\nx = math.floor(int(input()))\n",
+    "the end of the program": "import sys\nsys.exit(0)\n",
+    "a test in the body of a class": "class Test:\n    value = f(1) / 0\n",
+    "a default that is read": "def main(n=int(input())):\n    print(f(n))\n",
+    "a decorator that calls": "@print\ndef main():\n    f(1)\n\nmain.x\n",
+    "a module that is not here": "import pytest_nowhere\n\ndef test():\n    assert f(1) == 2\n",
+    "a future": "from __future__ import annotations\n",
+    "arguments": "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('x')\nx = parser.parse_args()\n",
     "a main program": 'if __name__ == "__main__":\n    raise SystemExit(f(1))\n',
 }
 

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 
 from shoal.evaluation.problems import Problem
 
@@ -149,6 +150,11 @@ _ENDINGS = {
 
 _FENCE = re.compile(r"^```", re.MULTILINE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_LIMIT = "setrecursionlimit"
+"""The function that a deep recursion needs, wherever in the program it is called."""
+_BY_TEXT = {"eval", "exec", "globals", "locals", "vars"}
+"""The functions that reach a definition whose name stands in a text."""
+_ENDS_OR_READS = {"exit", "_exit", "quit", "abort", "input", "stdin", "argv"}
 _REST_OF_LINE = re.compile(r"[ \t;]*\n?")
 _WORD = re.compile(r"[\w$]+")
 _IMPORT = re.compile(r"\s*(#\s*(include|define)|using|use|import|require|typedef)\b")
@@ -191,7 +197,7 @@ class _Piece:
 
     Attributes:
         text: its text; for Python, whose lines are cut out, "".
-        stays: it is a definition or import that harms nobody.
+        stays: it is an import, or changes the interpreter, and stays for its own sake.
         binds: the names that it gives a value.
         mentions: the names that it reads.
     """
@@ -218,8 +224,8 @@ def _closure(names: Iterable[str], pieces: Iterable[_Piece]) -> set[str]:
 def _cut_python(problem: Problem, text: str) -> str:
     """Leaves out the lines of statements that the entry point does not need.
 
-    A statement that is no definition stays if it binds or changes a name that the entry point
-    needs.
+    A statement stays if it binds a name that the entry point or the tests need, or if it may change
+    the value of one: it reaches a variable, or sets an attribute of a class or module.
     """
     source, first = problem.prompt + text, problem.prompt.count("\n") + 1
     with warnings.catch_warnings():
@@ -229,33 +235,85 @@ def _cut_python(problem: Problem, text: str) -> str:
             pieces = [_python_piece(statement) for statement in body]
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return text
-    needed = _closure([problem.entry_point], pieces)
     lines: dict[int, bool] = {}
-    for statement, piece in zip(body, pieces, strict=True):
-        stays = (
-            piece.stays
-            or statement.lineno <= first
-            or bool(piece.binds & needed)
-            or (
-                bool(piece.mentions & needed)
-                and problem.entry_point not in _closure(piece.mentions, pieces)
-            )
-        )
-        for number in range(statement.lineno, (statement.end_lineno or statement.lineno) + 1):
+    for statement, stays in zip(body, _needed(problem, body, pieces, first), strict=True):
+        decorators = [each.lineno for each in getattr(statement, "decorator_list", [])]
+        begin = min([statement.lineno, *decorators])
+        for number in range(begin, (statement.end_lineno or begin) + 1):
             lines[number] = lines.get(number, False) or stays
     return "\n".join(
         line for number, line in enumerate(text.split("\n"), first) if lines.get(number, True)
     )
 
 
+def _needed(
+    problem: Problem, body: Sequence[ast.stmt], pieces: Sequence[_Piece], first: int
+) -> list[bool]:
+    """Tells of each statement whether it stays; those up to the line `first` do."""
+    bound = set[str]().union(*(piece.binds for piece in pieces))
+    defined = {each.name for each in body if hasattr(each, "name")}
+    imports = (ast.Import, ast.ImportFrom)
+    for statement, piece in zip(body, pieces, strict=True):
+        defined |= piece.binds if isinstance(statement, imports) else set()
+    names = {problem.entry_point} | defined & set(_WORD.findall(problem.tests))
+    while True:
+        needed = _closure(names, pieces)
+        by_text = not needed.isdisjoint(_BY_TEXT)
+        stays = []
+        for statement, piece in zip(body, pieces, strict=True):
+            reached = _closure(piece.mentions, pieces)
+            changed = reached & (bound - defined)
+            if _sets_attributes(statement):
+                changed |= piece.mentions & bound
+            changes = problem.entry_point not in reached and not _only_uses(statement)
+            stays.append(
+                piece.stays
+                or (by_text and isinstance(statement, _DEFINITIONS))
+                or statement.lineno <= first
+                or not needed.isdisjoint(piece.binds)
+                or (changes and not needed.isdisjoint(changed))
+            )
+        names = needed.union(*(piece.mentions for piece in compress(pieces, stays)))
+        if names <= needed:
+            return stays
+
+
+def _sets_attributes(statement: ast.stmt) -> bool:
+    """Tells whether a statement defines, assigns to a part of an object, or calls a method."""
+    return isinstance(statement, _DEFINITIONS) or any(
+        isinstance(getattr(node, "ctx", None), ast.Store)
+        if isinstance(node, ast.Attribute | ast.Subscript)
+        else isinstance(node, ast.Expr)
+        and isinstance(getattr(node.value, "func", None), ast.Attribute)
+        for node in ast.walk(statement)
+    )
+
+
+def _only_uses(statement: ast.stmt) -> bool:
+    """Tells whether a statement ends the program, reads its input, or only prints and checks."""
+    nodes = list(ast.walk(statement))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    leaves = [node for node in nodes if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    return not names.isdisjoint(_ENDS_OR_READS) or all(map(_prints_or_checks, leaves))
+
+
+def _prints_or_checks(leaf: ast.stmt) -> bool:
+    if isinstance(leaf, ast.Expr) and isinstance(leaf.value, ast.Call):
+        return isinstance(leaf.value.func, ast.Name) and leaf.value.func.id == "print"
+    return isinstance(leaf, ast.Assert | ast.Raise | ast.Pass | ast.Constant)
+
+
 def _python_piece(statement: ast.stmt) -> _Piece:
     table = symtable.symtable(ast.unparse(statement), "answer.py", "exec")
-    binds = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned()}
-    mentions = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()}
+    symbols = table.get_symbols()
+    binds = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    mentions = {each.get_name() for each in symbols if each.is_referenced()}
     inner = [symbol for scope in _scopes(table) for symbol in scope.get_symbols()]
+    starred = isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*"
     return _Piece(
         "",
-        isinstance(statement, _DEFINITIONS),
+        starred or _LIMIT in {getattr(node, "attr", "") for node in ast.walk(statement)},
         binds | {each.get_name() for each in inner if each.is_declared_global()},
         mentions | {each.get_name() for each in inner if each.is_global()},
     )

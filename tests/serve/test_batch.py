@@ -256,11 +256,28 @@ def test_a_line_that_failed_is_tried_again_also_a_mended_one(tmp_path: Path, bat
     assert link.is_symlink()
 
 
+def test_settings_may_change_where_all_lines_failed(tmp_path: Path, batch: Any) -> None:
+    lines = [{"id": name, "prompt": "x", "n": 5, "temperature": 0, "model": name} for name in ("a", "b")]
+    source, out = write(tmp_path / "in", lines), tmp_path / "out"
+    assert batch(source, out, "--max-n", 4)[1]["failed"] == 2
+    names = ["--name", "a", "--served-model-name", "b"]
+    assert (
+        batch(source, out, "--max-batch", 8, "--max-tokens", 7, "--timeout", 9, "--rule", "coupled", *names)["answered"] == 2
+    )
+    assert "was answered with" in batch(write(source, [*lines, {"id": 3, "prompt": "x"}]), out, *names)[1]
+
+
 def test_nothing_is_loaded_for_lines_that_no_model_can_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pytest.fail("loaded"))
     lines = [{"prompt": "x", "model": "other"}, {"prompt": "x", "temperature": "hot"}, {"url": "/v1/embeddings"}]
+    lines += [{"prompt": "x", field: 1000} for field in ("n", "best_of")]
+    lines += [{"prompt": "x", "stream": True}, chat("a", "hi", stream=True), {"prompt": "x", "guided_regex": "a" * 2**19}]
+    lines += [
+        {"prompt": "x", "guided_regex": "a", "guided_choice": ["a"]},
+        {"messages": [{"role": "user", "content": "x"}], "n": 257},
+    ]
     assert cli.run(["batch", str(write(tmp_path / "in", lines)), str(tmp_path / "out")]) == 1
-    assert len((tmp_path / "out").read_text().splitlines()) == 3
+    assert len((tmp_path / "out").read_text().splitlines()) == len(lines)
 
 
 def test_what_is_answered_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,6 +281,14 @@ def test_a_model_is_called_by_its_last_part(tmp_path: Path, monkeypatch: pytest.
         for name in ("Qwen/Qwen3-8B", "small", "./small/", str(tmp_path / "small"), "/a/b.gguf", "hub/id:c.gguf")
     ]
     assert names == ["Qwen/Qwen3-8B", "small", "small", "small", "b", "c"]
+    cached = tmp_path / "models--Qwen--Qwen3-8B/snapshots" / ("0" * 40)
+    cached.mkdir(parents=True)
+    (tmp_path / "current").symlink_to("small")
+    monkeypatch.chdir("current")
+    given = (".", "..", str(tmp_path / "current/"), "../current", "../small/.", str(cached), "/a/b-Q4_0-00001-of-00003.gguf")
+    assert [name_of(name) for name in given] == [
+        "small", tmp_path.name, "current", "current", "small", "Qwen/Qwen3-8B", "b-Q4_0",
+    ]  # fmt: skip
 
 
 # ── keys before bodies ──────────────────────────────────────────────────────────────────────────────────────────────

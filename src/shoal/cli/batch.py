@@ -73,9 +73,12 @@ class BatchNameOptions:
     """The name by which lines call the model, and the chat template."""
 
     name: Annotated[
-        str | None,
+        list[str] | None,
         models_option(
-            help="Names that a line's \"model\" may have. Without it, as --model, or 'bundled'."
+            "--name",
+            "--served-model-name",
+            help='What a line\'s "model" may be; repeatable. Without it, as --model (of a path '
+            "its last part), or 'bundled'.",
         ),
     ] = None
     chat_template: ChatTemplateOption = None
@@ -149,8 +152,10 @@ def batch(
     if files.answers.exists() and files.answers.samefile(files.requests):
         raise RequestError(f"INPUT and OUTPUT are one file, {str(files.answers)!r}")
     rule = _rule(speculation.rule, lines)
+    model, *aliases = naming.name or [name_of(source.model or "bundled")]
     allowed = settings.Settings(
-        model=naming.name or name_of(source.model or "bundled"),
+        model=model,
+        aliases=tuple(aliases),
         max_n=limits.max_n,
         max_tokens=limits.max_tokens,
         timeout=limits.timeout,

@@ -27,6 +27,8 @@ GGUF = ".gguf"
 MAGIC = b"GGUF"
 PARTS = re.compile(r"-00001-of-(\d{5})\.gguf$")
 """The pattern at the end of the name of the first of several parts of a model."""
+CACHED = re.compile(r"/models--([^/]+)/snapshots/[^/]+$")
+"""The pattern at the end of the path of a model's directory in the cache of the Hub."""
 OWN_SUFFIXES = (".bin", ".jinja", ".json", ".model", ".py", ".safetensors", ".txt")
 """The files of a model's directory that determine its logits and its tokenization."""
 END_BYTES = 2**16
@@ -135,13 +137,19 @@ def directory_of(source: str | Path) -> Path | None:
 def name_of(source: str) -> str:
     """Returns the name by which people call a model, without any path.
 
-    The name of a directory is its last part, and the name of a GGUF file lacks its ending. A Hub id
-    stays as it is.
+    The name of a directory is its last part as it is given, links included, and that of a
+    directory in the Hub's cache is the Hub id. The name of a GGUF file lacks its ending and the
+    number of its part. A Hub id stays as it is.
     """
     if source.endswith(GGUF):
-        return Path(source.rpartition(":")[2]).stem
+        name = Path(source.rpartition(":")[2]).name
+        return PARTS.sub("", name).removesuffix(GGUF)
     place = Path(source).expanduser()
-    return place.resolve().name if place.is_dir() else source
+    if not place.is_dir():
+        return source
+    path = Path(os.path.normpath(place.absolute()))
+    cached = CACHED.search(str(path))
+    return cached[1].replace("--", "/") if cached else path.name
 
 
 def require_source(

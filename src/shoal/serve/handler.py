@@ -29,10 +29,11 @@ from shoal.serve.item_response import ItemResponse, parsed_items
 from shoal.serve.message_models import InfillRequest
 from shoal.serve.prometheus_metrics import Metrics
 from shoal.serve.prompts import PromptEncoder
-from shoal.serve.request_builder import ParsedRequest, RequestBuilder
+from shoal.serve.request_builder import ParsedRequest, RequestBuilder, require_range
+from shoal.serve.request_models import BaseRequest
 from shoal.serve.request_parser import RequestParser
 from shoal.serve.responses import ApiResponse
-from shoal.serve.settings import Settings
+from shoal.serve.settings import Settings, given_grammar, require_size
 from shoal.serve.worker import Worker
 
 
@@ -164,7 +165,13 @@ class ApiHandler:
 def refusal(line: BatchLine, settings: Settings) -> Json | None:
     """Returns the answer to a line that is wrong whatever the model is; None for the others."""
     try:
-        validated(*line.request(), settings)
+        request = validated(*line.request(), settings)
+        for name in ("n", "best_of"):
+            require_range(name, getattr(request, name, None) or 1, 1, settings.max_n)
+        if request.stream:
+            raise ApiError(400, "an answer in a file cannot be streamed", param="stream")
+        if isinstance(request, BaseRequest) and (given := given_grammar(request)):
+            require_size(given[1].text, settings.max_grammar, given[0])
     except Exception as error:
         return line.failure(error)
     return None

@@ -1,7 +1,7 @@
 """The output of a batch: exactly one answer per line, also after interruptions.
 
-A line that has changed has no answer. Errors of earlier runs are dropped: their lines are tried
-again.
+A line that has changed has no answer. Errors of earlier runs are dropped, whatever the settings of
+these runs were: their lines are tried again.
 """
 
 from __future__ import annotations
@@ -106,9 +106,11 @@ class OutputFile:
             raise RequestError(
                 f"{where} is the second answer to the line {named!r}: remove one of them"
             )
-        self.require(
-            {name: value for name, value in made.items() if name not in ("line", "notes")}, where
-        )
+        if not has_failed(entry):
+            self.require(
+                {name: value for name, value in made.items() if name not in ("line", "notes")},
+                where,
+            )
         self._count(named, entry)
 
     def _drop_failed(self) -> None:

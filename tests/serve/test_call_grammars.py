@@ -49,6 +49,7 @@ TOOLS: list[dict[str, Any]] = [
     {"f": {"type": "object", "properties": {}}, "g": args()},
     {"f": args("a", "b", "d", a=TEXT, b=WHOLE, c={"type": "boolean"}, d=NULL)},
     {"f": args(a={**TEXT, "maxLength": 40}, b={"type": ["string", "null"], "minLength": 2, "maxLength": 5})},
+    {"get-x": args(**{"from": TEXT, "a-b": WHOLE}), "a.b": args(class_=NULL, null=TEXT)},
 ]  # fmt: skip
 
 

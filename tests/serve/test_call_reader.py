@@ -23,7 +23,8 @@ from tool_calls import BODY, TIME, WEATHER, speaks
 
 SCHEMAS = {
     "weather": {"properties": {"city": {"type": "string"}, "near": {"type": "array"}}},
-    "time": {"properties": {"zone": {"type": "integer"}}},
+    "time": {"properties": {"zone": {"type": "integer"}, "yes": {"type": ["boolean", "null"]}}},
+    **{name: {"properties": {}} for name in ("get-now", "mcp.get-now")},
 }
 ROME, ONE = ("weather", {"city": 'Rome, [so (be {it 5" wide]', "near": ["a]", {"b": ")"}]}), ("time", {"zone": 1})
 JSONS = {"hermes": HERMES, "hermes list": HERMES, "llama json": LLAMA, "mistral json": MISTRAL}
@@ -248,6 +249,28 @@ IRREGULAR = [
     ("qwen", f"{XML} done", " done", [ONE]),
     ("qwen", f"{XML}\n<function=weather>\n<param", "", [ONE]),
     ("minimax", f"Sure.\n{INVOKE}\n</minimax:tool_call>", "Sure.", [ONE]),
+    ("hermes", f"<tool_call>\n{CALL}}}}}\n</tool_call> ok", " ok", [ONE]),  # brackets too many
+    ("hermes", f"<tool_call>{CALL}, {CALL}</tool_call>", "", [ONE, ONE]),
+    ("hermes", f"<tool_call>{CALL} ] so", "] so", [ONE]),
+    ("hermes", f'<tool_call>{{"type": "function", "function": {CALL}}}</tool_call>', "", [ONE]),  # as tools are shown
+    ("llama json", f"[{CALL}, {CALL}]", "", [ONE, ONE]),
+    ("llama json", f"{CALL}, {CALL}", "", [ONE, ONE]),
+    ("mistral", '[TOOL_CALLS]time{"zone": 1}', "", [ONE]),  # without the mark between
+    ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", "", [ONE, ONE]),  # JSON alone
+    ("llama", '<function=time{"zone": 1}</function>', "", [ONE]),
+    ("qwen", f"<tool_call>\n{CALL}\n</tool_call>", "", [ONE]),
+    ("glm", f"<tool_call>{CALL}</tool_call><tool_call>[{CALL}]</tool_call>", "", [ONE, ONE]),
+    ("lfm", f"<|tool_call_start|>[{CALL}]<|tool_call_end|> ok", " ok", [ONE]),
+    ("gemma", "<|tool_call>call:weather{city:New York,near:[a b,1]}<tool_call|>", "",
+     [("weather", {"city": "New York", "near": ["a b", 1]})]),
+    ("qwen", XML.replace("\n1\n", "\nTRUE\n").replace("zone", "yes"), "", [("time", {"yes": True})]),
+    ("qwen", "<tool_call><function=weather>\n<parameter=near>\n['a', None, {'b': True}]\n</parameter>\n</function></tool_call>",
+     "", [("weather", {"near": ["a", None, {"b": True}]})]),
+    ("glm", "<tool_call>weather<arg_key>near</arg_key><arg_value>('it''s', \"b\")</arg_value></tool_call>",
+     "", [("weather", {"near": ["its", "b"]})]),
+    ("lfm", "<|tool_call_start|>[get-now(from='a=(b', class=1, λ=null)]<|tool_call_end|>", "",
+     [("get-now", {"from": "a=(b", "class": 1, "λ": None})]),
+    ("listed", '[mcp.get-now(in="x == f(y)")]', "", [("mcp.get-now", {"in": "x == f(y)"})]),
 ]  # fmt: skip
 
 
@@ -263,6 +286,9 @@ def test_calls_that_are_not_quite_as_the_template_has_them(form: str, text: str,
     ("hermes", '<tool_call>{"name": "time", "arguments": "1"}</tool_call> x'),
     ("hermes", '<tool_call>{"name": "time", "arguments": "[1]"}</tool_call> x'),
     ("qwen", "<function= is XML, and so is <function=nope>."), ("qwen", "a <function=tim"),
+    ("mistral", "[TOOL_CALLS] is a mark of Mistral's."), ("mistral", "[TOOL_CALLS][1, 2] so"), ("llama", "<function=f is one"),
+    ("llama json", "[1, 2] is a list"), ("hermes", '<tool_call>{"function": {"arguments": {}}}</tool_call> x'),
+    ("lfm", "<|tool_call_start|>[get-now(x=float('inf'))]<|tool_call_end|>"),
 ])  # fmt: skip
 def test_what_looks_like_a_call_and_is_none_is_text(form: str, text: str) -> None:
     for size in (1, 2, 5, 1000):

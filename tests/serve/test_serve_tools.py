@@ -90,6 +90,14 @@ def test_templates_tell_their_format() -> None:
     assert {form: format_of(text + BODY) for form, text in TEMPLATES.items()} == {form: form for form in TEMPLATES}
     assert format_of(BODY) is format_of(None) is None
     assert format_of('{"parameters": 1}<atem:invoke name="') is None, "JSON would not be what such a model writes"
+    others = (
+        "<tool_calls><tool_call>",
+        "<|START_ACTION|>[",
+        "<|action_start|>",
+        "<|tool_call_begin|>",
+        "<｜tool▁call▁begin｜>",
+    )
+    assert all(format_of(f'{one}{{"parameters": 1}}') is None for one in (*others, "<|channel|>commentary", "functools["))
     listed = format_of("<|python_tag|>[func_name1(params_name1=params_value1)]")
     assert (listed and listed.form, listed and listed.opening) == ("python", "")
 

@@ -9,7 +9,6 @@ does not list are not written. `own_calls` returns None for a schema that a form
 from __future__ import annotations
 
 import json
-import keyword
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ from shoal.serve.call_texts import (
 )
 from shoal.serve.call_values import INTEGER, NAME, NUMBER, STYLES, Values, ValueStyle, alternatives
 from shoal.serve.tool_calls import CallFormat
-from shoal.serve.written_calls import GEMMA_QUOTE, PYTHON_NAMES, typed, types_of
+from shoal.serve.written_calls import GEMMA_QUOTE, typed, types_of
 
 JSON_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"
 READ_AS = {
@@ -201,8 +200,6 @@ class _Calls:
         return Grammar("lark", "\n".join((start, f"call: {calls}", *self._rules.lines)))
 
     def _call(self, name: str, schema: Any) -> str:
-        if self._kind == "python" and not _is_dotted(name):
-            raise Unwritable
         schema = {"properties": {}} if schema is None else schema
         if not isinstance(schema, dict) or schema.get("type", "object") != "object":
             raise Unwritable
@@ -220,11 +217,10 @@ class _Calls:
 
     def _argument(self, root: Any, name: str, schema: Any) -> str:
         """Returns an argument with its name and the text behind it."""
-        python = self._kind == "python"
-        if not NAME.fullmatch(name) or (python and not _is_dotted(name, "")):
+        if not NAME.fullmatch(name):
             raise Unwritable
         head = self._rules.text(self._shape.argument.replace("{}", name))
-        if python or self._kind == "gemma":
+        if self._kind in ("python", "gemma"):
             return f"{head} {self._values.any_of(schema, root)}"
         return f"{head} {self._value(schema, root, name)}"
 
@@ -265,10 +261,3 @@ class _Calls:
         if self._shape.trimmed and written.strip("\n") != written:
             raise Unwritable
         return text_before(self._rules, escaped(written), self._shape.value)
-
-
-def _is_dotted(name: str, point: str = ".") -> bool:
-    """Returns True if a function in Python can have a name; without points, an argument."""
-    parts = name.split(point) if point else [name]
-    plain = all(part.isascii() and part.isidentifier() for part in parts)
-    return plain and not any(keyword.iskeyword(part) or part in PYTHON_NAMES for part in parts)

@@ -13,17 +13,18 @@ from typing import Any
 
 from shoal.serve.tool_calls import Call, CallRules
 from shoal.serve.written_calls import (
+    BEHIND_JSON,
     DECODER,
     LISTED,
     MAY_BE_LISTED,
+    NAME_ENDS,
+    TWO_WORDS,
+    behind_name,
     json_elements,
     json_members,
     object_text,
     written_calls,
 )
-
-NAME_ENDS = {"args": "[ARGS]", "function": ">"}
-"""The texts between a name and JSON, by the forms that have both."""
 
 
 class Nesting:
@@ -118,20 +119,15 @@ class CallEnd:
 
     def _behind_json(self, text: str) -> tuple[int, int] | None:
         if self._name < 0:
-            self._name = _behind_name(self._form, text)
+            self._name = behind_name(self._form, text)
         if self._name < 0:
-            return None
+            words = TWO_WORDS.match(text)
+            return words and (words.end(), words.end())
         end, broken = self._value.read(text, self._name), self._value.broken
         if broken is not None:
             return broken, broken
         place = -1 if end is None else text.find(self._closing, end)
         return None if place < 0 else (place, place + len(self._closing))
-
-
-def _behind_name(form: str, text: str) -> int:
-    """Returns the place of the JSON behind a name and its mark; -1 while there is no mark."""
-    at = text.find(NAME_ENDS[form])
-    return at if at < 0 else at + len(NAME_ENDS[form])
 
 
 def whole_calls(form: str, text: str, closing: str) -> str:
@@ -151,7 +147,7 @@ def whole_calls(form: str, text: str, closing: str) -> str:
         value = Nesting("\"'")
         end = value.read(text)
         return text[:end] if end else text[: value.inner] + "]" if value.inner else ""
-    start = _behind_name(form, text)
+    start = behind_name(form, text)
     return text[: Nesting('"').read(text, start) or 0] if start >= 0 else ""
 
 
@@ -242,7 +238,7 @@ class CallReader:
         bare = (
             self._format.bare
             and self._at_start
-            and text.lstrip()[:1] == ("[" if self._format.listed else "{")
+            and text.lstrip()[:1] in (("[",) if self._format.listed else ("{", "["))
         )
         if start and not (bare and text[: start.start()].strip()):
             raw = start[0] if start[0] == opening else ""
@@ -281,7 +277,7 @@ class CallReader:
         end = self._value.read(text) if body[:1] in ("{", "[") else None
         if not ended and (not body or (end is None and body[0] in "{[")):
             return "", []
-        blanks = text[end:].lstrip() if end else ""
+        blanks = BEHIND_JSON.sub("", text[end:], 1) if end else ""
         if closing and not ended and len(blanks) < len(closing) and closing.startswith(blanks):
             return "", []  # the closing may follow
         try:
@@ -293,13 +289,22 @@ class CallReader:
         if calls is None:
             return self._refused(size), []
         rest = text[size:]
-        blanks = rest.lstrip()
+        blanks = BEHIND_JSON.sub("", rest, 1)
         if closing and not self._format.bare and blanks[:1] == "{":  # between the same marks
             self._enter("", blanks)
             self._called = True
             return "", calls
         cut = ended and closing.startswith(blanks)  # of the closing there is the beginning at most
-        self._leave("" if cut else blanks.removeprefix(closing) if closing else rest)
+        more = closing and blanks.startswith((closing, "{"))
+        self._leave(
+            ""
+            if cut
+            else blanks.removeprefix(closing)
+            if more
+            else rest.lstrip()
+            if closing
+            else rest
+        )
         return "", calls
 
     def _unread(self, body: str, error: Exception, end: int | None) -> tuple[str, list[Call]]:
@@ -326,7 +331,8 @@ class CallReader:
         if ends is None and not ended:
             return "", []
         whole = whole_calls(form, text, closing) if ends is None else text[: ends[0]]
-        calls = written_calls(form, whole, self._rules.schemas)
+        written = written_calls(form, whole, self._rules.schemas)
+        calls = [Call(*one) for one in written] if written else self._json_calls(whole or text)
         if ends is None:
             bare = not (self._raw or self._rules.forced) and text.startswith(self._rules.starts)
             rest = text[len(whole) :] if whole and bare else ""
@@ -335,7 +341,14 @@ class CallReader:
             return self._refused(ends[1]), []
         else:
             self._leave(text[ends[1] :])
-        return "", [Call(*one) for one in calls or ()]
+        return "", calls or []
+
+    def _json_calls(self, text: str) -> list[Call] | None:
+        """Returns the calls of a text that is JSON in the place of the model's own form."""
+        try:
+            return self._calls_of(DECODER.decode(text.strip()), text.strip())
+        except (ValueError, RecursionError):
+            return None
 
     def _enter(self, raw: str, text: str) -> None:
         """Goes behind an opening, which is empty where a text begins with a call itself."""
@@ -359,6 +372,8 @@ class CallReader:
         given, written = (value, json_elements(text)) if listed else ([value], [text])
         calls = []
         for one, own in zip(given, written, strict=True):
+            if isinstance(one, dict) and isinstance(one.get("function"), dict):
+                one, own = one["function"], json_members(own)["function"]
             name = one.get("name") if isinstance(one, dict) else None
             if not isinstance(name, str) or name not in self._rules.names:
                 return None

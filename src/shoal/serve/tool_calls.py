@@ -65,9 +65,18 @@ MARKS = {
     '"parameters":': LLAMA,
 }
 """The formats by a mark in the text of a chat template; the first mark that is found decides."""
-UNREAD = ("<atem:",)
-"""The marks of forms that are not read, in templates that may also have a mark of `MARKS`: Muse's,
-which stand in a channel."""
+UNREAD = (
+    "<atem:",
+    "<|START_ACTION|>",
+    "<|action_start|>",
+    "<tool_calls>",
+    "<|tool_call_begin|>",
+    "<｜tool▁call▁begin｜>",
+    "<|channel|>commentary",
+    "functools[",
+)
+"""The marks of forms that are not read, in templates that may also have a mark of `MARKS`: those of
+Muse and gpt-oss, which stand in a channel, Command, InternLM, Hunyuan, Kimi, DeepSeek and Phi."""
 
 
 def _written(form: str, opening: str, closing: str, inner: str = "", blank: str = "") -> CallFormat:

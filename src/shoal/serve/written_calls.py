@@ -11,6 +11,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,24 @@ It raises ValueError, SyntaxError or RecursionError for a text that is no call.
 """
 PYTHON_NAMES = {"true": True, "false": False, "null": None}
 GEMMA_QUOTE = '<|"|>'
-LISTED = re.compile(r"\s*\[\s*([\w.]+)\s*\(")
-MAY_BE_LISTED = re.compile(r"\s*(?:\[\s*(?:[\w.]+\s*)?)?\Z")
+LISTED = re.compile(r"\s*\[\s*([\w$.@/-]+)\s*\(")
+MAY_BE_LISTED = re.compile(r"\s*(?:\[\s*(?:[\w$.@/-]+\s*)?)?\Z")
 """The beginning of a list of calls in Python, and the texts that may become it."""
+NAME_ENDS = {"args": "[ARGS]", "function": ">"}
+"""The texts between a name and JSON, by the forms that have both."""
+TWO_WORDS = re.compile(r"\s*[^\s\[{]+\s+[^\s\[{]")
+"""The beginning of a text that is no name before JSON."""
+BEHIND_JSON = re.compile(r"[\s,}\]]*")
+"""The brackets too many, commas and blanks that models write between a call and its closing."""
+NAMED = re.compile(
+    r'"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\])*"'
+    r"|'''(?:\\.|[^\\])*?'''|'(?:\\.|[^'\\])*'"
+    r"|(?<![\w$.@/-])([\w$.@/-]+)\s*(?=\(|=(?!=))",
+    re.DOTALL,
+)
+"""A text in quotes, or a name of a tool or an argument, which may be none in Python."""
+BARE_TEXT = re.compile(r"(?<=[:\[,])\s*([^\s{}\[\],\"][^{}\[\],\"]*?)\s*(?=[,}\]])")
+"""A value of Gemma's form without quotes."""
 
 
 def _elements(call: str, argument: str, text: str, schemas: Mapping[str, Any]) -> Written:
@@ -56,6 +72,8 @@ def typed(text: str, schema: Any, key: str) -> str:
     types = types_of(own, schema)
     written = text.strip()
     written = {"True": "true", "False": "false", "None": "null"}.get(written, written)
+    if types and "string" not in types:  # what else Python's words and literals can mean
+        written = _as_json(written)
     try:
         value, end = DECODER.raw_decode(written)
     except (ValueError, RecursionError):
@@ -66,6 +84,23 @@ def typed(text: str, schema: Any, key: str) -> str:
     if end < len(written) or (not fits and "string" in types):
         return json.dumps(text, ensure_ascii=False)
     return written
+
+
+def _as_json(text: str) -> str:
+    """Returns the JSON of a word, a list or a dictionary as Python writes it, else the text."""
+    if text.lower() in PYTHON_NAMES:
+        return text.lower()
+    try:
+        DECODER.decode(text)
+    except (ValueError, RecursionError):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            value = ast.literal_eval(_JsonNames().visit(ast.parse(text, mode="eval")))
+            return (
+                json.dumps(value, allow_nan=False)
+                if isinstance(value, (list, dict, tuple))
+                else text
+            )
+    return text
 
 
 def _kind(value: Any) -> str:
@@ -107,9 +142,19 @@ def _object(values: Mapping[str, str]) -> str:
     return f"{{{', '.join(members)}}}"
 
 
+def behind_name(form: str, text: str) -> int:
+    """Returns the place of the JSON behind a name, with its mark or without; -1 for none."""
+    first = re.match(r"\s*(?:(?=\[)|[^{\[>]*(?={))", text)
+    at = text.find(NAME_ENDS[form])
+    return first.end() if first else at if at < 0 else at + len(NAME_ENDS[form])
+
+
 def _named(behind: str, text: str, schemas: Mapping[str, Any]) -> Written:
     """Yields the call of a name, a mark and a JSON object."""
-    name, _, arguments = text.partition(behind)
+    name, mark, arguments = text.partition(behind)
+    if not mark or "{" in name:  # the mark was left out
+        name, _, arguments = text.partition("{")
+        arguments = f"{{{arguments}"
     if not isinstance(DECODER.decode(arguments.strip()), dict):
         raise ValueError("the arguments are no object")
     yield name.partition("[CALL_ID]")[0].strip(), arguments.strip()
@@ -125,7 +170,10 @@ def _gemma(text: str, schemas: Mapping[str, Any]) -> Written:
         parts[i] = (
             json.dumps(part, ensure_ascii=False)
             if i % 2
-            else re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', part)
+            else BARE_TEXT.sub(
+                lambda one: typed(one[1], {}, ""),
+                re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', part),
+            )
         )
     arguments = "".join(parts)
     DECODER.decode(arguments)
@@ -133,17 +181,29 @@ def _gemma(text: str, schemas: Mapping[str, Any]) -> Written:
 
 
 def _python(text: str, schemas: Mapping[str, Any]) -> Written:
-    """Yields the calls of a list in Python whose arguments are named literals."""
-    parsed = _JsonNames().visit(ast.parse(text.strip(), mode="eval")).body
+    """Yields the calls of a list in Python whose arguments are named literals.
+
+    Names that Python cannot have (`get-weather`, `from`) are read by numbers in their places.
+    """
+    names = list[str]()
+
+    def number(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
+        names.append(match[1])
+        return f"_{len(names) - 1}"
+
+    plain = NAMED.sub(number, text.strip())
+    parsed = _JsonNames().visit(ast.parse(plain, mode="eval")).body
     for call in parsed.elts if isinstance(parsed, ast.List) else [parsed]:
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError("no call")
         values = {}
         for argument in call.keywords:
             if argument.arg is None:
                 raise ValueError("an argument without a name")
-            values[argument.arg] = ast.literal_eval(argument.value)
-        yield ast.unparse(call.func), json.dumps(values, allow_nan=False)
+            values[names[int(argument.arg[1:])]] = ast.literal_eval(argument.value)
+        yield names[int(call.func.id[1:])], json.dumps(values, allow_nan=False)
 
 
 class _JsonNames(ast.NodeTransformer):

@@ -6,13 +6,17 @@ any way. llguidance (the extra `grammar`) walks the bytes of the vocabulary alon
 filter's automaton, which it keeps; a token may follow if some text of the set begins with the text
 up to this token, and the text may end if it is in the set. The boolean filters of Constrained Text
 Generation Studio (Roush et al. 2022, arXiv 2306.15926) look at tokens one by one instead.
+
+Patterns of schemas that look around become plain patterns of the same texts (`without_looks`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 from shoal.config import Grammar
 from shoal.errors import RequestError
@@ -154,3 +158,118 @@ def _texts(texts: list[str], what: str) -> list[str]:
 def _call(name: str, texts: Iterable[str]) -> str:
     listed = ", ".join(map(repr, texts))
     return f"{name}({listed if len(listed) < 60 else listed[:60] + ' ...'})"
+
+
+LOOK = re.compile(r"\(\?=((?:[^()\[\]\\|]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
+"""A look ahead at a text without groups and alternatives."""
+NEVER = re.compile(r"\(\?!(?:\(\?:([^()]*)\)(\$?)|((?:[^()\\]|\\.)*))\)")
+"""A look ahead at texts that may not follow: alternatives, and the end behind all of them."""
+_UNIT = r"(?:\\[dDwWsS]|\\[^\w\s]|[^\\()\[\]{}|?*+.^$]|\[\^?(?:[^\[\]\\]|\\.)+\])"
+"""One character of a pattern: itself, an escape or a class."""
+BEHIND = re.compile(rf"\(\?<!({_UNIT})\)\$\Z")
+_NUL = r"\x00"
+_SIGN, _LINE_ENDS = r"[^\x00]", r"\n\r\u2028\u2029"
+_REST_OF_LINES = rf"(?:[{_LINE_ENDS}]{_SIGN}*)?$"
+
+
+def without_looks(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with a pattern for each look at the beginning of its pattern and its end.
+
+    All of them hold, as of `^(?=.*[0-9])(?!-)[a-z0-9-]{8,}(?<!-)$`; other looks are left, and
+    refused. A look at texts that may not follow becomes a pattern of all other texts.
+    """
+    pattern = schema["pattern"]
+    if not isinstance(pattern, str) or not pattern.startswith("^") or "allOf" in schema:
+        return schema
+    place, looks = 1, list[str]()
+    try:
+        while look := LOOK.match(pattern, place) or NEVER.match(pattern, place):
+            if look.re is LOOK:
+                looks.append(f"^{look[1]}")
+            else:
+                body, end = (look[3], "") if look[1] is None else (look[1], look[2])
+                looks += [_never(f"{one}{end}") for one in body.split("|")]
+            place = look.end()
+        rest = pattern[place:]
+        if end_look := BEHIND.search(rest):
+            looks.append(f"^(?:{_SIGN}*{_none_of(end_look[1])})?$")
+            rest = f"{rest[: end_look.start()]}$"
+    except ValueError:
+        return schema
+    if not looks or "|" in rest or "(?=" in rest or "(?!" in rest or "(?<" in rest:
+        return schema
+    own = {keyword: value for keyword, value in schema.items() if keyword != "pattern"}
+    return own | {"allOf": [{"pattern": one} for one in (*looks, f"^{rest}")]}
+
+
+def _never(look: str) -> str:
+    """Returns a pattern of the texts that do not begin with what a pattern of characters says.
+
+    Raises:
+        ValueError: no plain pattern can say so.
+    """
+    match = re.fullmatch(rf"(\.\*)?({_UNIT}+?)([*+]?)(\$?)", look)
+    if match is None:
+        raise ValueError(look)
+    anywhere, text, count, end = match.groups()
+    units = re.findall(_UNIT, text)
+    if anywhere:
+        if count or end:
+            raise ValueError(look)
+        return f"^{_without_word(units)}{_REST_OF_LINES}"
+    if count and (len(units) > 1 or not end):
+        raise ValueError(look)
+    if count:
+        others = f"{_SIGN}*{_none_of(units[0])}{_SIGN}*"
+        return f"^{others}$" if count == "*" else f"^(?:{others})?$"
+    made = f"(?:{_SIGN}+)" if end else ""
+    for i, unit in enumerate(reversed(units)):
+        further = f"|{unit}{made}" if made or i else ""
+        made = f"(?:{_none_of(unit)}{_SIGN}*{further})" + ("" if end and not i else "?")
+        made = made if made.endswith("?") else f"{made}?"
+    return f"^{made}$"
+
+
+def _without_word(units: list[str]) -> str:
+    """Returns a pattern of the lines without a word. Raises ValueError: see `_never`."""
+    first, rest = units[0], units[1:]
+    other = _none_of(first, _LINE_ENDS)
+    if not rest:
+        return f"{other}*"
+    if any(unit != _literal(unit) for unit in units):
+        raise ValueError("classes")
+    if set(rest) == {first}:
+        return f"(?:{first}{{0,{len(rest)}}}{other})*{first}{{0,{len(rest)}}}"
+    if first in rest:
+        raise ValueError("a word that begins again within itself")
+    again, away = first, _none_of(first, _inner(rest[-1]) + _LINE_ENDS)
+    begun = ""
+    for unit in reversed(rest[:-1]):
+        again = f"(?:{first}|{unit}{again})"
+        away = f"(?:{_none_of(first, _inner(unit) + _LINE_ENDS)}|{unit}{away})"
+        begun = f"(?:{unit}{begun})?"
+    begin = f"{first}{again}*"
+    return f"(?:{other}|{begin}{away})*(?:{begin}{begun})?"
+
+
+def _literal(unit: str) -> str:
+    """Returns one character of a pattern if it stands for itself; else nothing."""
+    return "" if unit[0] == "[" or unit[1:].isalpha() else unit
+
+
+def _inner(unit: str) -> str:
+    """Returns one character of a pattern as a part of a class. Raises ValueError."""
+    if unit.startswith("[^") or (unit[0] == "\\" and unit[1:].isupper()):
+        raise ValueError(unit)
+    if unit[0] == "[":
+        return unit[1:-1]
+    return unit if unit[0] == "\\" or unit.isalnum() or not unit.isascii() else f"\\{unit}"
+
+
+def _none_of(unit: str, more: str = "") -> str:
+    """Returns any other character than one of a pattern, and than more. Raises ValueError."""
+    if not more and unit.startswith("[^"):
+        return f"[{unit[2:].removeprefix(_NUL)}"
+    if not more and unit[0] == "\\" and unit[1:].isupper():
+        return unit.lower()
+    return rf"[^{_NUL}{_inner(unit)}{more}]"

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from shoal.constraints.filters import without_looks
 from shoal.constraints.schema_checks import (
     BOUNDS,
     MOST_READ,
@@ -26,7 +27,6 @@ from shoal.constraints.schema_checks import (
     with_joined_bounds,
     with_open_units,
     with_orders,
-    without_looks,
     without_unevaluated,
 )
 from shoal.constraints.schema_proofs import REMARKS, Proofs, resolve, without_conditions

@@ -241,29 +241,6 @@ def readable_pattern(pattern: Any) -> Any:
     return made
 
 
-LOOK = re.compile(r"\(\?=((?:[^()\[\]\\|]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
-"""A look ahead at a text without groups and alternatives."""
-
-
-def without_looks(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema with a pattern for each look ahead at the beginning of its pattern.
-
-    All of them hold, as of `^(?=.*[0-9])(?=.*[a-z]).{8,}$`; other looks are left, and refused.
-    """
-    pattern = schema["pattern"]
-    if not isinstance(pattern, str) or not pattern.startswith("^(?=") or "allOf" in schema:
-        return schema
-    place, looks = 1, list[str]()
-    while look := LOOK.match(pattern, place):
-        looks.append(f"^{look[1]}")
-        place = look.end()
-    rest = pattern[place:]
-    if not looks or "|" in rest or "(?=" in rest or "(?!" in rest or "(?<" in rest:
-        return schema
-    own = {keyword: value for keyword, value in schema.items() if keyword != "pattern"}
-    return own | {"allOf": [{"pattern": one} for one in (*looks, f"^{rest}")]}
-
-
 _COUNTS = tuple(
     f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
 )

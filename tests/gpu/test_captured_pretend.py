@@ -23,8 +23,9 @@ from recorder import Recorder
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
 from shoal.engine.engine import Engine
+from shoal.errors import UnsupportedModel
 from shoal.lookahead.controller import Fixed
-from shoal.models import loading
+from shoal.models import loading, selfcheck
 from shoal.models.compiled import EXECUTORS, draft_functions, obstacle
 from shoal.models.compiled.captured_round import CapturedRound
 from shoal.testing import tiny_model
@@ -215,6 +216,31 @@ def test_a_device_that_is_lost_ends_the_run_with_its_own_error(device: Pretend, 
             else:
                 tokens(made)
         assert bool(seen) is not lost
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("part", ["_sharing", "_decode"])
+def test_a_device_that_is_lost_in_the_checks_of_a_load_is_no_fault_of_the_model(
+    part: str, lost: bool, device: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation that fails alone is done without, or refused; what comes after a lost device fails whatever it is."""
+
+    def fails(*_: Any) -> Any:
+        device.lost = lost
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(selfcheck, part, fails)
+    with device:
+        made = loading.wrap(moved(tiny_model("llama")), "tiny", "pad", checked=False)
+        if lost:
+            with pytest.raises(RuntimeError, match=r"^CUDA error: an illegal memory access"):
+                selfcheck.self_check(made)
+        elif part == "_decode":
+            with pytest.raises(UnsupportedModel, match="is not supported: its modules"):
+                selfcheck.self_check(made)
+        else:
+            selfcheck.self_check(made)
+            assert not made.shares
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shoal.errors import UnsupportedModel
 from shoal.models.attention import AttentionInputs
+from shoal.models.compiled.captures import require_device
 from shoal.models.load_checks import BYTES, GROUPS, KEYS, LIMITS, divergences
 from shoal.models.quantize import rounds_features
 from shoal.models.runner import Runner
@@ -78,6 +79,7 @@ def self_check(runner: Runner) -> float:
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as problem:
         if isinstance(problem, torch.OutOfMemoryError) or "allocate" in str(problem):
             raise
+        require_device(runner.device, problem)
         first = str(problem).partition("\n")[0]
         kind = runner.hf.config.get_text_config().model_type
         raise UnsupportedModel(
@@ -185,11 +187,12 @@ Check = Callable[[Runner, Tensor, Tensor], list[Tensor]]
 def _guarded(check: Check, runner: Runner, ids: Tensor, plain: Tensor) -> list[Tensor]:
     """Returns the divergences of an operation that a model can do without.
 
-    They are infinite if the operation fails.
+    They are infinite if the operation fails. The error is raised again if the device is lost.
     """
     try:
         return check(runner, ids, plain)
-    except RuntimeError:
+    except RuntimeError as error:
+        require_device(runner.device, error)
         return [plain.new_full((1,), math.inf)]
     finally:
         runner.cache.clear()

@@ -71,7 +71,8 @@ def test_room_for_padding_and_the_scratch_slot() -> None:
     assert reservation(5, 40, by_kernel=False) == (7, 64)
     assert reservation(8, 130, by_kernel=False) == (9, 192)
     assert reservation(8, 0, by_kernel=True) == (9, 0)
-    assert [reservation(8, tokens, by_kernel=True)[1] for tokens in (1, 256, 257, 2100)] == [256, 256, 512, 2304]
+    found = [reservation(8, tokens, by_kernel=True) for tokens in (1, 256, 257, 2100)]
+    assert found == [(9, 256), (9, 256), (9, 512), (9, 2304)]
     assert reservation(8, 2100, by_kernel=False) == (9, 3072)
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ from shoal.api import Shoal
 from shoal.bench.random_pairs import Imposed
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
+from shoal.drafting.captured_inputs import require_verdict
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import Controller, Fixed
 from shoal.models.compiled import EXECUTORS, draft_functions, round_functions
@@ -30,10 +34,12 @@ from shoal.models.compiled.round_functions import Kind, RoundFunctions
 from shoal.models.runner import Runner
 from shoal.sampling import truncation
 from shoal.sampling.acceptance import Coupled, Rejection, Rule
+from shoal.sampling.drawing import inverse_transform
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.types.requests import Request
 from shoal.types.rounds import Outcome
+from shoal.types.trees import Verdict
 
 RULES: tuple[Rule, ...] = (Rejection(), Coupled())
 
@@ -324,6 +330,20 @@ def test_a_wrong_round_is_found_at_the_first(
     assert "no more captured rounds" in str(seen[0].message)
     stages()
     assert found == tokens_of(Rejection(), [Sampling(0.8, seed=i, top_k=5) for i in range(3)], "eager")[1]
+
+
+@pytest.mark.parametrize(("drawn", "explained"), [(0, True), (1, True), (2, False)])
+def test_a_verdict_that_rounding_explains_is_the_rules(drawn: int, explained: bool) -> None:
+    """A uniform that lies at the end of a token draws it or the next one, by the last bit of sums; the one behind it is a fault."""
+    weights, uniforms = torch.tensor([[0.25, 0.25, 0.5]] * 2), torch.tensor([[0.25], [0.9]], dtype=torch.float64)
+
+    def decided(logits: torch.Tensor, scale: float = 1.0) -> Verdict:
+        return Verdict(torch.zeros(2, dtype=torch.long), inverse_transform(weights, scale * uniforms), weights)
+
+    functions: Any = SimpleNamespace(decided=decided)
+    found: Any = SimpleNamespace(accepted=np.array([0, 0]), tokens=np.array([drawn, 2]))
+    with nullcontext() if explained else pytest.raises(ArithmeticError, match="does not decide what its rule decides"):
+        require_verdict(functions, weights, found)
 
 
 def test_padding_that_is_not_set_aside_shows(monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]) -> None:

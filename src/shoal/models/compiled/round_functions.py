@@ -199,19 +199,22 @@ class RoundFunctions:
         with target.passes.within(view):
             logits = target.passes.forward(view)
         drawn = [step.tokens for step in self.steps]
-        step = self._decide(logits, by_kernels=target.passes.by_kernels)
+        step = self._decide(logits, self.uniforms, by_kernels=target.passes.by_kernels)
         self.results = packed_results(logits, self.tokens[:, 1:], drawn, *step)
         return self.results, logits
 
-    def decided(self, logits: Tensor) -> Verdict:
+    def decided(self, logits: Tensor, scale: float = 1.0) -> Verdict:
         """Returns the verdict on the drafts, as the rule is defined; a function of tensors.
 
         Args:
             logits: [rows, k + 1, vocab].
+            scale: the factor of all uniforms.
         """
-        return self._decide(logits, by_kernels=False)[0]
+        return self._decide(logits, scale * self.uniforms, by_kernels=False)[0]
 
-    def _decide(self, logits: Tensor, *, by_kernels: bool) -> tuple[Verdict, Tensor | None]:
+    def _decide(
+        self, logits: Tensor, uniforms: Tensor, *, by_kernels: bool
+    ) -> tuple[Verdict, Tensor | None]:
         """Returns the verdict, and the rows whose verdict is by the declared distributions.
 
         Candidates must suffice as far as drafts are accepted, and where the token after them is
@@ -232,7 +235,7 @@ class RoundFunctions:
         q = [step.q for step in self.steps if step.q is not None]
         sampler = on_device(kind.style.draw, p) if by_kernels else None
         p = p.unflatten(0, (kind.rows, k + 1))
-        verdict = kind.rule.decide_chains(drafts, lengths, q, p, self.uniforms, sampler)
+        verdict = kind.rule.decide_chains(drafts, lengths, q, p, uniforms, sampler)
         if enough is None:
             return verdict, None
         # Positions behind the first rejection are not read.

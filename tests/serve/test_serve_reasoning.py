@@ -42,11 +42,20 @@ TEXTS = [
 
 
 FINAL = "<|channel|>final<|message|>"
+TURN, LONGCAT = "<|end|><|start|>assistant<|channel|>", MARKS[-2]
 OTHERS = [
     (HARMONY, f"<|channel|>analysis<|message|>So: <|end|> no<|end|><|start|>assistant{FINAL}Yes.", "So: <|end|> no", "Yes."),
     (HARMONY, f"{FINAL}Yes. {FINAL}", "", f"Yes. {FINAL}"),
     (HARMONY, "<|channel|>analysis<|message|>cut", "cut", ""),
     (HARMONY, "Plain.", "", "Plain."),
+    (HARMONY, f"{HARMONY.opening}one{TURN}analysis<|message|>two{TURN}final<|message|>Yes{TURN}", "one\ntwo", f"Yes{TURN}"),
+    (HARMONY, f"{HARMONY.opening}one{TURN}final <|constrain|>json<|message|>{{}}", "one", "{}"),
+    (HARMONY, f"{HARMONY.opening}one{TURN}final json<|message|>{{}}", "one", "{}"),
+    (HARMONY, f"{HARMONY.opening}one{TURN}finally\n<|message|>", f"one{TURN}finally\n<|message|>", ""),
+    (HARMONY, f"{HARMONY.opening}cut{TURN}fin", "cut", ""),
+    (HARMONY, f"{HARMONY.opening}cut<|end|><|start|>", "cut", ""),
+    (LONGCAT, "<longcat_think>so</longcat_think>Yes", "so", "Yes"),
+    (GEMMA, "<|channel>thought\n<channel|>Yes", "", "Yes"),
     (MISTRAL, "[THINK]so[/THINK]\n\nYes [THINK]", "so", "Yes [THINK]"),
     (MISTRAL, "[TH", "", "[TH"),
     (GEMMA, "<|channel>thought\nso < <channel ok\n<channel|>\nYes <|channel>", "so < <channel ok", "Yes <|channel>"),

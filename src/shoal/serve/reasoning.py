@@ -44,9 +44,17 @@ MARKS = (
     Marks("<|inner_prefix|>", "<|inner_suffix|>"),
     Marks("◁think▷", "◁/think▷"),
     Marks("<thought>", "</thought>"),
+    Marks("<longcat_think>", "</longcat_think>"),
     THINK,
 )
 """The marks of all families; the first whose opening or closing stands in a template decides."""
+_TURN = r"<\|end\|><\|start\|>assistant<\|channel\|>"
+NEXT_CHANNEL = re.compile(
+    rf"{_TURN}(final|analysis)[^<\n]*(?:<\|constrain\|>[^<\n]*)?<\|message\|>"
+)
+"""The beginning of gpt-oss' next message: its answer, of which it may name a form, or a thought."""
+BEGUN_CHANNEL = re.compile(rf"{_TURN}(?:[a-z]{{0,8}}|(?:final|analysis)[^\n]{{0,80}})\Z")
+CUT_CHANNEL = re.compile(r"<\|end\|>(?:<\|start\|>(?:[a-z]*(?:<\|channel\|>[^\n]*)?)?)?\Z")
 LINE_FEEDS = "\\n{0,2}"
 """A regular expression of the blanks between the reasoning and a text under a grammar."""
 
@@ -176,7 +184,12 @@ class ReasoningReader:
 
     def _reasoned(self, ended: bool) -> str:
         """Returns reasoning; blanks and a possible beginning of the closing wait."""
-        closing = self._marks.closing
+        closing, begun = self._marks.closing, None
+        if self._marks.answer == FINAL:
+            self._waiting = NEXT_CHANNEL.sub(
+                lambda one: "\n" if one[1] == "analysis" else closing, self._waiting
+            )
+            begun = (CUT_CHANNEL if ended else BEGUN_CHANNEL).search(self._waiting)
         place = self._waiting.find(closing)
         self.characters = self._read
         if place >= 0:
@@ -185,11 +198,9 @@ class ReasoningReader:
             self.characters -= len(self._waiting)
             self._inside, self._over = False, True
         else:
-            partial = (
-                0
-                if ended
-                else max(k for k in range(len(closing)) if self._waiting.endswith(closing[:k]))
-            )
+            partial = len(self._waiting) - begun.start() if begun else 0
+            if not (ended or partial):
+                partial = max(k for k in range(len(closing)) if self._waiting.endswith(closing[:k]))
             shown = self._waiting[: len(self._waiting) - partial].rstrip()
             self._waiting = "" if ended else self._waiting[len(shown) :]
         shown = shown if self._begun else shown.lstrip()

@@ -1,6 +1,6 @@
 """Drafts that a grammar forces: fewer rounds, the same tokens, and the law of the masked target.
 
-Tests of: drafting.grafting, constraints.grammar, constraints.masks, engine.accounting.
+Tests of: drafting.recycling, drafting.grafting, constraints.grammar, constraints.masks, engine.accounting.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from shoal.config import Grammar, Limits, Sampling
 from shoal.constraints import masks
 from shoal.constraints.compiler import grammars_of
 from shoal.constraints.protocol import Allowed, Constraint
+from shoal.drafting import recycling
 from shoal.drafting.grafting import ForcedTokens
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.protocol import Drafter, DraftInputs
+from shoal.drafting.recycling import Habits, habits_of
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
 from shoal.drafting.tree_model import tree_drafter
@@ -257,6 +259,72 @@ def test_nobody_who_asks_for_plain_decoding_gets_drafts() -> None:
     assert engine.stats.committed <= 3 * engine.stats.row_rounds
 
 
+# ── usual tokens behind forced ones ─────────────────────────────────────────────────────────────────────────────────
+
+SPACED = replace(SCHEMA, whitespace="bounded")
+SPACED_TEXT = '{ "name": "cd", "count": 7 }'
+
+
+def spaced(rule: Rule, drafter: Drafter | None = None) -> tuple[list[str], Engine]:
+    """The tokens of each round of a model that writes white space where none is needed."""
+    target = says([(*PROMPT, *encode(SPACED_TEXT), END)], VOCABULARY)
+    model = scripted(target, VOCABULARY)
+    request = replace(asked(0.0), sampling=Sampling(grammar=SPACED, temperature=0.0))
+    for _ in range(3):
+        engine = Engine(model, drafter, Fixed(5), tokenizer=TOKENIZER, eos=(END,), rule=rule)
+        engine.submit(request)
+        rounds = []
+        while commits := engine.step():
+            rounds += [TOKENIZER.decode(done.tokens) for done in commits]
+        assert "".join(rounds) == SPACED_TEXT + "<|end|>"
+    return rounds, engine
+
+
+def test_white_space_that_the_model_mostly_writes_is_drafted() -> None:
+    """What it wrote in other calls: never by rejection sampling, where drafts decide which token is drawn."""
+    rounds, engine = spaced(Coupled())
+    plain, without_habits = spaced(Rejection())
+    assert len(rounds) <= len(plain) - 3
+    assert (plain[0], rounds[0]) == ("{ ", '{ "name":')
+    assert without_habits.stats.accepted == without_habits.stats.drafted
+    assert engine.stats.accepted > without_habits.stats.accepted
+
+
+def test_usual_tokens_are_those_that_the_grammar_allows() -> None:
+    """A path of them ends where it is no longer likely, and where the draft has no room."""
+    habits = Habits()
+    row = row_of([], compiled(Grammar("regex", "a[bc] ?x[yz]{9}")))
+    forced = ForcedTokens(8, VOCABULARY, "none", habits)
+    drafts = lambda: TOKENIZER.decode(forced.joined([row], DraftTree.empty(1, torch.device("cpu"))).drafts[0])  # noqa: E731
+    assert drafts() == "a"
+    for text in ("ab", "ab", "ac", "bd"):
+        habits.learn(encode(text))
+    assert drafts() == "ab"  # what follows "b" was seen once
+    for _ in range(9):
+        habits.learn(encode("b xyz"))
+    assert drafts() == "ab xyz"  # 2/4 of the first, 9/11 and 9/10 of the others
+    habits.learn(encode("zyzyzyzyzyzy"))
+    assert drafts() == "ab xyzyz"  # the next one would be accepted with less than `LIKELY`
+    for _ in range(40):
+        habits.learn(encode("bq"))
+    assert drafts() == "ab"  # q is refused
+    row.max_length = len(row.tokens) + 2
+    assert drafts() == "a"
+
+
+def test_habits_are_of_one_model_and_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    assert habits_of(first) is habits_of(first) is not habits_of(second)
+    monkeypatch.setattr(recycling, "MOST_PAIRS", 3)
+    habits = Habits()
+    habits.learn([1, 2, 1, 2, 1, 3])
+    assert habits.after(1) == (2, 0.5)
+    assert habits.after(2) == (1, pytest.approx(2 / 3))
+    assert habits.after(3) == (-1, 0.0)
+    habits.learn([3, 4])
+    assert habits.after(1) == (-1, 0.0)
+
+
 # ── joined with others ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -349,8 +417,9 @@ def test_a_text_is_over_where_all_constraints_let_it_end() -> None:
         assert masks.is_complete(row, VOCABULARY) is over
 
 
-def test_forced_tokens_are_the_only_ones_that_the_mask_allows(bundled: Shoal) -> None:
+def test_forced_tokens_are_the_only_ones_that_the_mask_allows(bundled: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a text is certain, masks allow the tokenizer's own tokens alone: none of these drafts can be rejected."""
+    monkeypatch.setattr(Habits, "after", lambda *_: (-1, 0.0))
     grammar = grammars_of(bundled.tokenizer, bundled.target.vocab_size).constraint(SCHEMA)
     row = Row(Request(PROMPT), 0, 0, 0, list(PROMPT), frozenset(bundled.eos), 99)
     masks.begin(row, [grammar])

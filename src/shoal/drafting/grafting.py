@@ -18,6 +18,10 @@ the tokens before them on their path, so every rule verifies them, and the outpu
 distribution. A text has several tokenizations. llguidance's masks allow the tokenizer's own where
 the text is certain, so that the target accepts it.
 
+Mostly the grammar leaves a choice of white space behind them. By the coupled rule, where no draft
+changes a token, the token follows that followed most often in the model's texts, and what the
+grammar forces behind it.
+
 Of several text drafters that may propose for a row, one is chosen by the acceptance of the first
 tokens of each.
 """
@@ -31,6 +35,7 @@ import torch
 
 from shoal.config import MOST_NODES
 from shoal.constraints import masks
+from shoal.drafting.recycling import Habits
 from shoal.drafting.text import CHOICES, Guess, with_point_masses
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree, Siblings, Verdict
@@ -183,10 +188,15 @@ class ForcedTokens:
         limit: the limit of draft lengths; 0 = nothing is drafted.
         vocab_size: the size of the target's vocabulary.
         drafter: the name of the engine's drafter.
+        habits: the tokens that may follow forced ones; None = none.
     """
 
-    def __init__(self, limit: int, vocab_size: int, drafter: str) -> None:
+    def __init__(
+        self, limit: int, vocab_size: int, drafter: str, habits: Habits | None = None
+    ) -> None:
         self._most, self._vocab_size, self._drafter = longest(limit), vocab_size, drafter
+        self._habits = habits
+        self._lengths: dict[Row, int] = {}  # of the rows of the last round, which may have ended
 
     def joined(self, rows: Sequence[Row], tree: DraftTree) -> DraftTree:
         """Returns the trees of a round with the forced tokens that follow them.
@@ -196,6 +206,10 @@ class ForcedTokens:
         """
         if not self._most or not any(row.constraints for row in rows):
             return tree
+        if self._habits is not None:
+            for row, length in self._lengths.items():
+                self._habits.learn(row.tokens[length - 1 :])
+            self._lengths = {row: len(row.tokens) for row in rows if row.constraints}
         if tree.probes is not None or (tree.siblings is not None and tree.siblings.independent):
             return tree
         if tree.branches or tree.siblings is not None:
@@ -206,6 +220,9 @@ class ForcedTokens:
                 masks.certain_tokens(row, draft, self._vocab_size) if row.constraints else (0, [])
             )
             # A token that was drawn from q is proposed, whatever it is.
+            if row.constraints and tree.q is None and self._habits is not None:
+                room = self._room(row, count)
+                self._habits.extend(row, draft[:count], run, room, self._vocab_size)
             run = run[: self._room(row, count)] if tree.q is None or count == len(draft) else []
             kept.append(count if run else len(draft))
             runs.append(run)

@@ -11,18 +11,26 @@ The drafter hears every round, also those without drafts, which a controller may
 Scopes: "row", a table for each row; "group", one for the rows of a request, the default; "engine",
 one for all rows; "model", one for all rows of all engines of the target. With the last one drafts,
 and so the shapes of passes, depend on earlier calls.
+
+The tokens that followed others in texts under constraints (`Habits`) follow a grammar's forced
+tokens, with any drafter (`shoal.drafting.grafting`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from sys import getsizeof
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
+from shoal.constraints import masks
 from shoal.drafting.protocol import Keeps
 from shoal.drafting.text import Guess, TextDrafter, probable
 from shoal.models.runner import Runner
@@ -225,3 +233,62 @@ def _following(
 ) -> Iterator[tuple[int, float, int]]:
     for following, chance in table.get(token, ()):
         yield following, min(chance, 0.999), following
+
+
+LIKELY = 0.25
+"""The least estimate of the probability that all usual tokens of a path are accepted."""
+MOST_PAIRS = 1 << 16
+"""The most pairs of tokens that are counted; then the counts begin anew."""
+
+
+class Habits:
+    """The tokens that followed each token in the texts of a model's rows under constraints.
+
+    They say which of the white space that a grammar allows a model writes. What they say of a row
+    depends on the texts of others, so no rule may let a draft decide which token is drawn.
+    """
+
+    def __init__(self) -> None:
+        self._followers: dict[int, Counter[int]] = {}
+        self._pairs = 0
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Counts the pairs of neighbours."""
+        for before, token in pairwise(tokens):
+            followers = self._followers.setdefault(before, Counter())
+            self._pairs += token not in followers
+            followers[token] += 1
+        if self._pairs > MOST_PAIRS:
+            self._followers, self._pairs = {}, 0
+
+    def after(self, token: int) -> tuple[int, float]:
+        """Returns the token that followed most often, and its rate; the rate is 0 without data."""
+        each = list(self._followers.get(token, {}).items())  # other engines may add some meanwhile
+        if (total := sum(count for _, count in each)) < 2:
+            return -1, 0.0
+        usual, count = max(each, key=itemgetter(1))
+        return usual, count / (total + 1)
+
+    def extend(
+        self, row: Row, head: Sequence[int], run: list[int], room: int, vocab_size: int
+    ) -> None:
+        """Adds the usual tokens to a run behind a draft, each with what is forced behind it."""
+        sure = 1.0
+        while len(run) < room:
+            path = [*head, *run]
+            token, rate = self.after(path[-1] if path else row.tokens[-1])
+            sure *= rate
+            if sure < LIKELY:
+                break
+            count, forced = masks.certain_tokens(row, [*path, token], vocab_size)
+            if count <= len(path):
+                break
+            run += [token, *forced]
+
+
+_habits: WeakKeyDictionary[nn.Module, Habits] = WeakKeyDictionary()
+
+
+def habits_of(model: nn.Module) -> Habits:
+    """Returns the habits of a model, which live on between engines."""
+    return _habits.setdefault(model, Habits())

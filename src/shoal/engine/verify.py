@@ -22,6 +22,7 @@ from torch import Tensor
 from shoal.drafting.captured import CapturedRounds
 from shoal.drafting.grafting import ForcedTokens
 from shoal.drafting.protocol import DraftInputs, within
+from shoal.drafting.recycling import habits_of
 from shoal.engine.accounting import Stopwatch
 from shoal.engine.guide import Guide
 from shoal.engine.running_rows import Batch
@@ -29,7 +30,7 @@ from shoal.errors import BadLogits, ModelError, ShoalError
 from shoal.lookahead import Controller
 from shoal.models.prompt_passes import carries_prompts, feed_carrying
 from shoal.models.runner import Runner
-from shoal.sampling.acceptance import Rule
+from shoal.sampling.acceptance import Coupled, Rule
 from shoal.sampling.distributions import Scores
 from shoal.sampling.drawing import finite
 from shoal.sampling.guidance import ClassOdds, apply_guidance
@@ -117,7 +118,8 @@ class Stages:
         self.rides = Rides(batch)
         self.captured = CapturedRounds(batch.target, batch.drafter, rule)
         vocab_size = batch.target.vocab_size
-        self._forced = ForcedTokens(lookahead.limit, vocab_size, batch.drafter_name)
+        habits = habits_of(batch.target.hf) if isinstance(rule, Coupled) else None
+        self._forced = ForcedTokens(lookahead.limit, vocab_size, batch.drafter_name, habits)
         self._drafting = not lookahead.adaptive  # or if the last round drafted
         self._gathered = True  # if rows could join before this round
 

@@ -38,6 +38,11 @@ class Layout:
                 "quant_method": "gptq", "bits": self.bits, "group_size": self.size or -1, "desc_act": False, "sym": self.symmetric,
                 "checkpoint_format": self.form,
             }  # fmt: skip
+        if self.method == "auto-round":
+            return {
+                "quant_method": "auto-round", "bits": self.bits, "group_size": self.size or -1, "sym": self.symmetric,
+                "packing_format": self.form, "data_type": "int", "act_bits": 16,
+            }  # fmt: skip
         if self.method == "awq":
             return {
                 "quant_method": "awq", "bits": self.bits, "group_size": self.size or -1, "zero_point": True, "version": self.form,
@@ -77,7 +82,7 @@ def quantised(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def gptq_parts(layout: Layout, numbers: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
-    inputs, less = numbers.shape[1], int(layout.form == "gptq")
+    inputs, less = numbers.shape[1], int(layout.form in ("gptq", "auto_round:auto_gptq"))
     return {
         "qweight": in_words(numbers, layout.bits).t().contiguous(),
         "qzeros": in_words((zeros.t() - less) % (1 << layout.bits), layout.bits),
@@ -122,7 +127,8 @@ def write_grouped(
     Args:
         takes: True for the names of the linear layers that are quantised.
     """
-    write = {"gptq": gptq_parts, "awq": awq_parts}.get(layout.method, compressed_parts)
+    by_form = {"auto_round:auto_gptq": gptq_parts, "auto_round:auto_awq": awq_parts}
+    write = {"gptq": gptq_parts, "awq": awq_parts}.get(layout.method) or by_form.get(layout.form, compressed_parts)
     stored: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and takes(name):

@@ -45,6 +45,8 @@ LAYOUTS = (
     Layout("gptq", 4, size=16, form="gptq"),
     Layout("awq", 4, symmetric=False, form="gemm"),
     Layout("awq", 4, size=0, symmetric=False, form="GEMM"),
+    Layout("auto-round", 4, symmetric=False, form="auto_round:auto_gptq"),
+    Layout("auto-round", 4, symmetric=False, form="auto_round:auto_awq"),
 )
 IN_ALL = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 
@@ -197,6 +199,10 @@ def written(place: Path, layout: Layout, **fields: Any) -> Path:
         (6, {"checkpoint_format": "marlin"}, "marlin is another order"),
         (10, {"version": "gemv"}, "its version gemv is another order"),
         (10, {"bits": 8}, "8 bits, and AWQ's order is that of 4"),
+        (12, {"packing_format": "auto_round:marlin"}, "packing_format auto_round:marlin is another order"),
+        (12, {"act_bits": 8}, "or quantises features"),
+        (12, {"bits": 3}, "3 bits"),
+        (13, {"bits": 8}, "8 bits, and AWQ's order is that of 4"),
     ],
 )
 def test_other_forms_are_refused_by_name_with_advice(

@@ -1,4 +1,4 @@
-"""The checkpoints of GPTQ, AWQ and compressed-tensors, whose weights are whole numbers in groups.
+"""The checkpoints of GPTQ, AWQ, AutoRound and compressed-tensors: whole numbers in groups.
 
 A weight is (number - zero point) * scale, with a scale and a zero point for each output and each
 group of inputs, or for each output. The product kernels in C compute that
@@ -41,6 +41,8 @@ WEIGHTS = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_sc
 """The tensor of each quantised layer by which it is known, by method."""
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output, of eight side by side, that each 4 bits of a word of AWQ belong to, lowest first."""
+AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+"""The method whose order of weights AutoRound takes, by its packing_format."""
 PARTS = {
     "awq": ("qweight", "qzeros", "scales", "bias"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx", "bias"),
@@ -65,6 +67,11 @@ def refusal(method: str, fields: Mapping[str, Any]) -> str | None:
         method: the name of the method that quantised it.
         fields: the `quantization_config` of config.json.
     """
+    if method == "auto-round":  # arXiv 2309.05516
+        kind = str(fields.get("packing_format"))
+        if kind not in AUTO_ROUND or fields.get("act_bits", 16) < 16:
+            return f"its packing_format {kind} is another order of weights, or quantises features"
+        method = AUTO_ROUND[kind]
     if method == "gptq":
         kind = str(fields.get("checkpoint_format") or "gptq")
         if kind not in ("gptq", "gptq_v2"):
@@ -124,6 +131,8 @@ def in_groups(config: Any, method: str, fields: Mapping[str, Any], exact: bool) 
         exact: True for products of features that are not rounded.
     """
     ours = copy.deepcopy(config)
+    if method == "auto-round":
+        method = AUTO_ROUND[str(fields["packing_format"])]
     first = method == "gptq" and fields.get("checkpoint_format", "gptq") != "gptq_v2"
     ours.quantization_config = {
         "quant_method": OURS,

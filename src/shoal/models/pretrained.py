@@ -230,7 +230,8 @@ def load_weights(source: str | Path, config: Any, groups: str | None = None, **o
     method, half = method_of(config), text_half(config)
     if half is not None:
         options |= {"config": half, "key_mapping": HALF_NAMES}
-    why = f"shoal's own kernels do not take it ({groups}), and " if method in PARTS else ""
+    grouped = method in (*PARTS, "auto-round")
+    why = f"shoal's own kernels do not take it ({groups}), and " if grouped else ""
     if groups is None and method is not None:
         why, exact = "", options["dtype"] == torch.float32
         ours = in_groups(half or config, method, _quantization(config) or {}, exact)

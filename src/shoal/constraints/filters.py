@@ -238,9 +238,10 @@ def _without_word(units: list[str]) -> str:
         return f"{other}*"
     if any(unit != _literal(unit) for unit in units):
         raise ValueError("classes")
-    if set(rest) == {first}:
+    spelled = [_inner(unit) for unit in units]  # "-" and "\\-" are one character
+    if set(spelled) == {spelled[0]}:
         return f"(?:{first}{{0,{len(rest)}}}{other})*{first}{{0,{len(rest)}}}"
-    if first in rest:
+    if spelled[0] in spelled[1:]:
         raise ValueError("a word that begins again within itself")
     again, away = first, _none_of(first, _inner(rest[-1]) + _LINE_ENDS)
     begun = ""

@@ -140,7 +140,7 @@ def stages(device: str) -> list[Stage]:
         ),
         Stage("attention", "attention of one layer at real shapes", 60, _script("attention", at), variables=variables),
         Stage(
-            "products", "products and small kernels at real shapes", 75,
+            "products", "products and small kernels at real shapes", 85,
             _script("products", at, *(() if gpu else ("--repeats", "1"))), variables=variables,
         ),
         Stage("passes", "passes against the floor", 60, _script("passes", at, "--shape", on["shape"], *contexts)),

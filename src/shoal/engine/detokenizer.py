@@ -206,12 +206,14 @@ class Detokenizer:
     def _flush(self, known: str, grown: str) -> bool:
         """Adds the text of bytes that can no longer become a character; False if there are none.
 
-        The last ones wait: they may be the beginning of one.
+        The last ones wait: they may be the beginning of one. Byte fallback writes whole characters
+        too as bytes that are none, where they are of the same run.
         """
         last = len(self._ids) - LONGEST
         for cut in range(last + 1, last - LONGEST, -1):
             text = self._decode(self._ids[self._prefix : cut])
-            if len(text) > len(known) and text + self._decode(self._ids[cut:]) == grown:
+            own = self._decode(self._ids[cut:]), REPLACEMENT * (len(self._ids) - cut)
+            if len(text) > len(known) and grown in (text + own[0], text + own[1]):
                 self.text += text[len(known) :]
                 self._prefix, self._read, self._cut_prompt = self._read, cut, None
                 return True

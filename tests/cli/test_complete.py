@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -163,6 +164,25 @@ def test_diffs_lead_from_the_old_file_to_the_new_one(text: str, cut: int, whole:
     lines = diff("/tmp/a.py", before, text, behind)
     assert lines[:2] == ["--- a/tmp/a.py", "+++ b/tmp/a.py"]
     assert patched(whole, lines) == before + text + behind
+
+
+@pytest.mark.parametrize(
+    "name", ["x.py", "a b.py", "sub dir/é.py", 'q"uote.py', "back\\slash.py", "tab\tname.py", "blank.py "]
+)
+@pytest.mark.parametrize("tool", [["git", "apply", "-"], ["patch", "-p1", "--binary", "-s"]], ids=lambda tool: tool[0])
+def test_tools_apply_a_diff_whatever_the_name_and_ends_of_the_file(tool: list[str], name: str, tmp_path: Path) -> None:
+    if shutil.which(tool[0]) is None:
+        pytest.skip(f"{tool[0]} is not installed")
+    file = tmp_path / "w" / name
+    file.parent.mkdir(parents=True)
+    for old in ("a\r\n  b\r\n", "a\r\nb", "a\rb\r\n", "a\u2028b\x0c\r\nc\x85\r\n", "a\r\r\n", "\ufeffa\r\nb\r", "\r\n"):
+        file.write_bytes(old.encode())
+        lines = diff(name, old[:2], "x\r\n    y", old[2:])
+        subprocess.run(
+            tool, cwd=tmp_path / "w", input="".join(f"{line}\n" for line in lines).encode(), check=True,
+            env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)},
+        )  # fmt: skip
+        assert file.read_bytes().decode() == old[:2] + "x\r\n    y" + old[2:]
 
 
 def test_suggestions_are_ranked_and_shown_as_diffs(

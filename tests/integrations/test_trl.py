@@ -16,6 +16,7 @@ from scipy import stats
 
 import shoal
 from readme import ROOT, run_blocks
+from shoal.config import Grammar, Limits, Sampling
 from shoal.errors import RequestError
 from shoal.integrations import trl as ours
 from shoal.models.sources import bundled
@@ -156,6 +157,12 @@ PROCESSED = [
     {"temperature": 1.3, "top_k": 5, "repetition_penalty": 1.2},
     {"temperature": 0.7}, {"temperature": 0.7, "min_p": 0.05, "generation_kwargs": {"bad_words": ["return"]}},
     {"temperature": 0.8, "top_k": -1, "generation_kwargs": {"stop": ["\n"], "frequency_penalty": 1.0}},
+    {"temperature": 0.7, "generation_kwargs": {"sampling": Sampling(temperature=0.7, top_k=3)}},
+    {"temperature": 0.7, "generation_kwargs": {"sampling": Sampling(0.7), "limits": Limits(max_new_tokens=12)}},
+    {"temperature": 0.7, "generation_kwargs": {"logit_bias": {5: 3.0}, "no_repeat_ngram": 2}},
+    {"temperature": 0.7, "generation_kwargs": {"grammar": Grammar("regex", "[a-z ]+"), "align": True}},
+    {"temperature": 0.7, "generation_kwargs": {"temperature": 1.0, "rule": "typical"}},
+    {"generation_kwargs": {"temperature": 0.5, "typical_p": 0.5, "min_new_tokens": 5}}, {"temperature": 0.001},
 ]  # fmt: skip
 
 

@@ -327,8 +327,12 @@ def diff(name: str, before: str, text: str, behind: str) -> list[str]:
     """Returns the lines of a unified diff that puts a text between two others."""
     old, new = (whole.split("\n") for whole in (before + behind, before + text + behind))
     path = posixpath.normpath(name).lstrip("/")  # git refuses a/./x.py
-    path += "\t" if " " in path else ""  # without it, patch ends the name at the blank
-    changes = unified_diff(_lines(old), _lines(new), f"a/{path}", f"b/{path}")
+    names = [f"{side}/{path}" for side in "ab"]
+    if re.search(r"[\t\n\r]| $", path):
+        names = [json.dumps(each, ensure_ascii=False) for each in names]  # quoted as git does it
+    elif " " in path:
+        names = [f"{each}\t" for each in names]  # without it, patch ends the name at the blank
+    changes = unified_diff(_lines(old), _lines(new), *names)
     return [
         part
         for line in changes

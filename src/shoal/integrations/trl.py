@@ -20,7 +20,7 @@ from shoal.api import Shoal
 from shoal.config import Sampling
 from shoal.errors import RequestError
 from shoal.integrations.loglikelihoods import token_logprobs
-from shoal.types.arguments import Integer, split_options, with_token_ids
+from shoal.types.arguments import SETTINGS, Integer, split_options, with_token_ids
 from shoal.types.samples import Sample
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, list[Any]]]
@@ -69,7 +69,7 @@ def rollout_func(pair: Shoal, *, realign: Integer = 0, **options: Any) -> Rollou
         if any(count != n for _, count in groups):
             groups, n = [(prompt, 1) for prompt in prompts], 1
         asked = [_ids(prompt, trainer.processing_class) for prompt, _ in groups]
-        named = _options(trainer) | {"seed": seeds.next(trainer)} | options
+        named = _options(trainer, seeds.next(trainer), options)
         result = pair.generate(asked, n, **named)
         if realign and trainer.model.training:
             pair.realign(result.tensors(0), steps=realign)
@@ -108,9 +108,14 @@ def _logprobs(
     return token_logprobs(pair.target, pairs, temperature)
 
 
-def _options(trainer: Any) -> dict[str, Any]:
-    """Returns the options that a trainer's arguments set; those left out are None there."""
+def _options(trainer: Any, seed: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a call: the trainer's and the seed, unless others are given.
+
+    What a trainer leaves out is None there. An object such as `Sampling` replaces all of the
+    trainer's options that it has, and gets the seed if it has none.
+    """
     given = trainer.args
+    own = (given.generation_kwargs or {}) | options
     named = {
         "temperature": given.temperature,
         "top_p": given.top_p,
@@ -119,10 +124,18 @@ def _options(trainer: Any) -> dict[str, Any]:
         "repetition_penalty": given.repetition_penalty,
         "max_new_tokens": given.max_completion_length,
         "eos": trainer.eos_token_ids,
+        "seed": seed,
     }
-    return {name: value for name, value in named.items() if value is not None} | (
-        given.generation_kwargs or {}
-    )
+    replaced = {
+        each.name
+        for name, kind in SETTINGS.items()
+        if own.get(name) is not None
+        for each in fields(kind)
+    }
+    sampling = own.get("sampling")
+    if isinstance(sampling, Sampling) and sampling.seed is None and "seed" not in own:
+        own["sampling"] = replace(sampling, seed=seed)
+    return {k: v for k, v in named.items() if v is not None and k not in replaced} | own
 
 
 class _Seeds:

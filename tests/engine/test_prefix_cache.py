@@ -34,7 +34,7 @@ from shoal.lookahead.controller import Fixed
 from shoal.models.cache.kept_prompts import MIN_TOKENS, KeptPrefixes, PrefixTree
 from shoal.models.loading import wrap
 from shoal.models.runner import Runner
-from shoal.models.weights.parameter import _sums_of
+from shoal.models.weights.parameter import _sums_of, sums
 from shoal.sampling.acceptance import Coupled
 from shoal.testing import tiny_model
 from shoal.testing.drafters import engine_of
@@ -512,8 +512,48 @@ def test_what_is_kept_stays_while_nothing_changes() -> None:
         torch.arange(9.0)[1:],
         torch.tensor(True),
     ):
-        (alone,) = _sums_of(tensor)
-        assert torch.equal(alone, next(iter(_sums_of(tensor.clone()))))
+        alone, again = ([*_sums_of(each)] for each in (tensor, tensor.clone()))
+        assert len(alone) == len(again) == 2
+        assert all(map(torch.equal, alone, again))
+
+
+def exchanged_layers(model: Any) -> None:
+    model[0].weight.data, model[1].weight.data = model[1].weight.data, model[0].weight.data
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "signs of a column": lambda m: m[0].weight.data[:, 3].neg_(),
+    "signs of two numbers": lambda m: m[0].weight.data[:2, 3].neg_(),
+    "signs of another column": lambda m: m[1].weight.data[:, 1].neg_(),
+    "all signs": lambda m: m[0].weight.data.neg_(),
+    "a column by a power of two": lambda m: m[0].weight.data[:, 3].mul_(4),
+    "exponents": lambda m: m[0].weight.data[:, 3].mul_(2**16),
+    "rows in another order": lambda m: m[0].weight.data.copy_(m[0].weight.data.flip(0)),
+    "columns in another order": lambda m: m[0].weight.data.copy_(m[0].weight.data.roll(4, 1)),
+    "two layers": exchanged_layers,
+    "a buffer in another order": lambda m: m.order.copy_(m.order.flip(0)),
+    "a tensor that is no buffer": lambda m: m.plain.add_(1),
+    "a tensor in a list": lambda m: m[0].many[0].add_(1),
+    "a number in a dictionary": lambda m: m.scaling.update(default=3.0),
+    "a number in a list": lambda m: m.sizes.append(2),
+    "a setting": lambda m: setattr(m[1], "top_k", 2),
+}
+"""Writes into weights of linear layers and into what modules have beside them."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", WRITES)
+def test_each_write_changes_the_sums(name: str, dtype: torch.dtype) -> None:
+    layers = [torch.nn.Linear(64, 64, dtype=dtype) for _ in range(2)]
+    model: Any = torch.nn.Sequential(*layers)
+    model.register_buffer("order", torch.randn(6))
+    model.plain, model.scaling, model.sizes = torch.randn(3), {"default": 2.0}, [1]
+    layers[0].many = [torch.ones(2)]  # type: ignore[assignment]
+    before, again = sums(model), sums(model)
+    assert all(map(torch.equal, before, again))
+    WRITES[name](model)
+    after = sums(model)
+    assert len(before) != len(after) or not all(map(torch.equal, before, after))
 
 
 def test_a_layer_around_the_head_is_other_weights() -> None:

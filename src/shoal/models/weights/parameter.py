@@ -259,6 +259,10 @@ def _memory(tensor: Tensor) -> int:
 
 WORDS = 1 << 20
 """The number of words of 8 bytes that one sum of a weight reads."""
+SHORT = 64
+"""The most items of a container whose items count as a module's settings."""
+TORCHS_OWN = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
 PLAIN = (bool, int, float, str, type(None))
 """The types of a module's attributes that count as its settings."""
 Version = list[tuple[int, int]]
@@ -333,13 +337,21 @@ class Updates:
 def sums(hf: nn.Module) -> list[Tensor]:
     """Returns sums that change with a write into the weights and buffers of a model.
 
-    They change with the hooks and the plain attributes of its modules as well: a pass over a few
-    tokens need not meet a hook that looks for another one. Packed weights are written by their
-    matrix alone, which counts the writes; so does PyTorch for tensors without bytes of their own.
+    They change with the hooks and the other attributes of its modules as well, numbers, texts and
+    tensors, also in short lists and dictionaries: a pass over a few tokens need not meet a hook
+    that looks for another one. Packed weights are written by their matrix alone, which counts the
+    writes; so does PyTorch for tensors without bytes of their own.
     """
     checksums: list[Tensor] = []
-    counts = [hash(_settings(module)) for module in hf.modules()]
-    for tensor in (*hf.parameters(), *hf.buffers()):
+    counts, held = list[int](), {id(one): one for one in (*hf.parameters(), *hf.buffers())}
+    for module in hf.modules():
+        leaves = _attributes(module)
+        held |= {id(one): one for one in leaves if isinstance(one, Tensor)}
+        plain = [one for one in leaves if isinstance(one, PLAIN)]
+        own = vars(module)
+        hooks = (*own["_forward_hooks"], None, *own["_forward_pre_hooks"], own.get("forward"))
+        counts.append(hash((*hooks, *plain)))
+    for tensor in held.values():
         if isinstance(tensor, PackedWeight):
             counts += [id(tensor.matrix), tensor.matrix.epoch]
             if tensor.matrix.form == PACKED:
@@ -356,17 +368,23 @@ def sums(hf: nn.Module) -> list[Tensor]:
     ]
 
 
-def _settings(module: nn.Module) -> tuple[object, ...]:
-    own = vars(module)
-    plain = [(name, value) for name, value in own.items() if isinstance(value, PLAIN)]
-    return (*own["_forward_hooks"], None, *own["_forward_pre_hooks"], own.get("forward"), *plain)
+def _attributes(module: nn.Module) -> list[object]:
+    """Returns names and values of a module's attributes, and those in short containers."""
+    leaves = list[object]()
+    for name, value in vars(module).items():
+        if isinstance(value, (*PLAIN, Tensor)):
+            leaves += (name, value)
+        elif isinstance(value, (list, tuple, dict)) and name not in TORCHS_OWN:
+            leaves += (name, *(tree_leaves(value) if len(value) <= SHORT else ()))
+    return leaves
 
 
 def _sums_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields a sum of each `WORDS` words of a tensor, each word times an odd number of its place.
+    """Yields two sums of each `WORDS` words of a tensor, each word times an odd number of its place.
 
-    The sums tell where a word is. A single word that changes always changes its sum, as odd numbers
-    have inverses modulo 2^64.
+    The sums tell where a word is. A single word that changes always changes the first sum, as odd
+    numbers have inverses modulo 2^64. The second sum is that of the words' upper halves: in the
+    first one the highest bits, signs among them, of an even number of words cancel each other.
     """
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()  # this process's shard of a parallel model
@@ -377,6 +395,7 @@ def _sums_of(tensor: Tensor) -> Iterator[Tensor]:
     words, factors = data.view(torch.int64), _factors(tensor.device)
     for part in words.split(WORDS):
         yield (part * factors[: len(part)]).sum()
+        yield (part >> 32).mul_(factors[: len(part)]).sum()
 
 
 @cache

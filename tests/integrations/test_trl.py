@@ -160,7 +160,7 @@ PROCESSED = [
     {"temperature": 0.7, "generation_kwargs": {"sampling": Sampling(temperature=0.7, top_k=3)}},
     {"temperature": 0.7, "generation_kwargs": {"sampling": Sampling(0.7), "limits": Limits(max_new_tokens=12)}},
     {"temperature": 0.7, "generation_kwargs": {"logit_bias": {5: 3.0}, "no_repeat_ngram": 2}},
-    {"temperature": 0.7, "generation_kwargs": {"grammar": Grammar("regex", "[a-z ]+"), "align": True}},
+    {"temperature": 0.7, "generation_kwargs": {"grammar": Grammar("regex", "[a-z ]+"), "top_k": 9}},
     {"temperature": 0.7, "generation_kwargs": {"temperature": 1.0, "rule": "typical"}},
     {"generation_kwargs": {"temperature": 0.5, "typical_p": 0.5, "min_new_tokens": 5}}, {"temperature": 0.001},
 ]  # fmt: skip

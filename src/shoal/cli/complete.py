@@ -332,7 +332,7 @@ def diff(name: str, before: str, text: str, behind: str) -> list[str]:
         names = [json.dumps(each, ensure_ascii=False) for each in names]  # quoted as git does it
     elif " " in path:
         names = [f"{each}\t" for each in names]  # without it, patch ends the name at the blank
-    changes = unified_diff(_lines(old), _lines(new), *names)
+    changes = unified_diff(_lines(old), _lines(new), names[0], names[1])
     return [
         part
         for line in changes

@@ -115,7 +115,7 @@ def _options(trainer: Any, seed: int, options: Mapping[str, Any]) -> dict[str, A
     trainer's options that it has, and gets the seed if it has none.
     """
     given = trainer.args
-    own = (given.generation_kwargs or {}) | options
+    own = {**(given.generation_kwargs or {}), **options}
     named = {
         "temperature": given.temperature,
         "top_p": given.top_p,

@@ -150,10 +150,8 @@ _ENDINGS = {
 
 _FENCE = re.compile(r"^```", re.MULTILINE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-_LIMIT = "setrecursionlimit"
-"""The function that a deep recursion needs, wherever in the program it is called."""
-_BY_TEXT = {"eval", "exec", "globals", "locals", "vars"}
-"""The functions that reach a definition whose name stands in a text."""
+_LIMIT = "setrecursionlimit"  # a deep recursion needs it, wherever it is called
+_BY_TEXT = {"eval", "exec", "globals", "locals", "vars"}  # these reach names in texts
 _ENDS_OR_READS = {"exit", "_exit", "quit", "abort", "input", "stdin", "argv"}
 _REST_OF_LINE = re.compile(r"[ \t;]*\n?")
 _WORD = re.compile(r"[\w$]+")

@@ -126,12 +126,8 @@ def _options(trainer: Any, seed: int, options: Mapping[str, Any]) -> dict[str, A
         "eos": trainer.eos_token_ids,
         "seed": seed,
     }
-    replaced = {
-        each.name
-        for name, kind in SETTINGS.items()
-        if own.get(name) is not None
-        for each in fields(kind)
-    }
+    kinds = [kind for name, kind in SETTINGS.items() if own.get(name) is not None]
+    replaced = {each.name for kind in kinds for each in fields(kind)}
     sampling = own.get("sampling")
     if isinstance(sampling, Sampling) and sampling.seed is None and "seed" not in own:
         own["sampling"] = replace(sampling, seed=seed)

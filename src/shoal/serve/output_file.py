@@ -107,10 +107,8 @@ class OutputFile:
                 f"{where} is the second answer to the line {named!r}: remove one of them"
             )
         if not has_failed(entry):
-            self.require(
-                {name: value for name, value in made.items() if name not in ("line", "notes")},
-                where,
-            )
+            settings = {name: made[name] for name in made if name not in ("line", "notes")}
+            self.require(settings, where)
         self._count(named, entry)
 
     def _drop_failed(self) -> None:

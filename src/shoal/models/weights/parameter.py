@@ -259,10 +259,8 @@ def _memory(tensor: Tensor) -> int:
 
 WORDS = 1 << 20
 """The number of words of 8 bytes that one sum of a weight reads."""
-SHORT = 64
-"""The most items of a container whose items count as a module's settings."""
-TORCHS_OWN = frozenset(vars(nn.Module()))
-"""The attributes that every module has."""
+SHORT = 64  # the most items of a container whose items count as a module's settings
+TORCHS_OWN = frozenset(vars(nn.Module()))  # the attributes that every module has
 PLAIN = (bool, int, float, str, type(None))
 """The types of a module's attributes that count as its settings."""
 Version = list[tuple[int, int]]

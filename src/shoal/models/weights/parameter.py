@@ -335,10 +335,8 @@ class Updates:
 def sums(hf: nn.Module) -> list[Tensor]:
     """Returns sums that change with a write into the weights and buffers of a model.
 
-    They change with the hooks and the other attributes of its modules as well, numbers, texts and
-    tensors, also in short lists and dictionaries: a pass over a few tokens need not meet a hook
-    that looks for another one. Packed weights are written by their matrix alone, which counts the
-    writes; so does PyTorch for tensors without bytes of their own.
+    They change with hooks and other attributes of modules, which a pass over a few tokens need not
+    meet. A packed matrix alone counts the writes into its weights; PyTorch those of others.
     """
     checksums: list[Tensor] = []
     counts, held = list[int](), {id(one): one for one in (*hf.parameters(), *hf.buffers())}
@@ -346,9 +344,8 @@ def sums(hf: nn.Module) -> list[Tensor]:
         leaves = _attributes(module)
         held |= {id(one): one for one in leaves if isinstance(one, Tensor)}
         plain = [one for one in leaves if isinstance(one, PLAIN)]
-        own = vars(module)
-        hooks = (*own["_forward_hooks"], None, *own["_forward_pre_hooks"], own.get("forward"))
-        counts.append(hash((*hooks, *plain)))
+        hooks = (*module._forward_hooks, None, *module._forward_pre_hooks)
+        counts.append(hash((*hooks, vars(module).get("forward"), *plain)))
     for tensor in held.values():
         if isinstance(tensor, PackedWeight):
             counts += [id(tensor.matrix), tensor.matrix.epoch]
@@ -368,21 +365,19 @@ def sums(hf: nn.Module) -> list[Tensor]:
 
 def _attributes(module: nn.Module) -> list[object]:
     """Returns names and values of a module's attributes, and those in short containers."""
-    leaves = list[object]()
+    leaves: list[object] = []
     for name, value in vars(module).items():
-        if isinstance(value, (*PLAIN, Tensor)):
-            leaves += (name, value)
-        elif isinstance(value, (list, tuple, dict)) and name not in TORCHS_OWN:
-            leaves += (name, *(tree_leaves(value) if len(value) <= SHORT else ()))
+        short = isinstance(value, (list, tuple, dict)) and len(value) <= SHORT
+        if isinstance(value, (*PLAIN, Tensor)) or (short and name not in TORCHS_OWN):
+            leaves += (name, *tree_leaves(value))
     return leaves
 
 
 def _sums_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields two sums of each `WORDS` words of a tensor, each word times an odd number of its place.
+    """Yields two sums of each `WORDS` words, each word times an odd number of its place.
 
-    The sums tell where a word is. A single word that changes always changes the first sum, as odd
-    numbers have inverses modulo 2^64. The second sum is that of the words' upper halves: in the
-    first one the highest bits, signs among them, of an even number of words cancel each other.
+    A single word that changes always changes the first sum. In that one the highest bits of an even
+    number of words cancel each other, so the second sum is that of the words' upper halves.
     """
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()  # this process's shard of a parallel model

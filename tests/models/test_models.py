@@ -415,7 +415,7 @@ def test_where_they_are_looked_for() -> None:
     assert pretrained.eos_ids(hf, tokenizer) == (END,)
     hf.config.eos_token_id = 7
     assert pretrained.eos_ids(hf, tokenizer) == (7,)
-    hf.generation_config.eos_token_id = [8, 9]
+    hf.generation_config.eos_token_id = [8, None, 9]  # as some tools write it
     assert pretrained.eos_ids(hf, tokenizer) == (8, 9)
     tokenizer.chat_template = "{{ messages }}"  # whose turns end by the tokenizer's
     assert pretrained.eos_ids(hf, tokenizer) == (8, 9, END)

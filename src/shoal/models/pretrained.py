@@ -378,7 +378,8 @@ def named_eos(hf: Any) -> tuple[int, ...] | None:
     for owner in (getattr(hf, "generation_config", None), hf.config):
         value = getattr(owner, "eos_token_id", None)
         if value is not None:
-            return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+            ends = value if isinstance(value, (list, tuple)) else [value]
+            return tuple(int(end) for end in ends if end is not None)
     return None
 
 

@@ -203,7 +203,7 @@ def without_looks(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _never(look: str) -> str:
-    """Returns a pattern of the texts that do not begin with what a pattern of characters says.
+    """Returns a pattern of the texts that begin with none of the texts of a look.
 
     Raises:
         ValueError: no plain pattern can say so.

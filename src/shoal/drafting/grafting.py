@@ -18,9 +18,9 @@ the tokens before them on their path, so every rule verifies them, and the outpu
 distribution. A text has several tokenizations. llguidance's masks allow the tokenizer's own where
 the text is certain, so that the target accepts it.
 
-Mostly the grammar leaves a choice of white space behind them. By the coupled rule, where no draft
-changes a token, the token follows that followed most often in the model's texts, and what the
-grammar forces behind it.
+Mostly the grammar leaves a choice of white space behind them. By the coupled rule, under which no
+draft changes a token, the most frequent token of the model's texts is drafted there, and the tokens
+that the grammar forces behind it.
 
 Of several text drafters that may propose for a row, one is chosen by the acceptance of the first
 tokens of each.

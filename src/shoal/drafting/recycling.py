@@ -272,7 +272,7 @@ class Habits:
     def extend(
         self, row: Row, head: Sequence[int], run: list[int], room: int, vocab_size: int
     ) -> None:
-        """Adds the usual tokens to a run behind a draft, each with what is forced behind it."""
+        """Adds the usual tokens to a run behind a draft, each with the tokens forced behind it."""
         sure = 1.0
         while len(run) < room:
             path = [*head, *run]

@@ -58,12 +58,13 @@ class ScriptedModel(torch.nn.Module):
         self.config = SimpleNamespace(
             _attn_implementation="eager", eos_token_id=None, model_type="scripted"
         )
-        self._forwards = [0]  # a list: a number would be a setting, whose change is another model
+        # Numbers, also in lists, would be settings, whose change is another model.
+        self._forwards = SimpleNamespace(count=0)
         self.eval()
 
     @property
     def forwards(self) -> int:
-        return self._forwards[0]
+        return self._forwards.count
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +102,7 @@ class ScriptedModel(torch.nn.Module):
         Returns:
             An object with `logits` [rows, q, vocab].
         """
-        self._forwards[0] += 1
+        self._forwards.count += 1
         if inputs_embeds is not None:
             tokens = inputs_embeds[..., 0].long()
         assert tokens is not None

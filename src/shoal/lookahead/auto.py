@@ -220,7 +220,8 @@ class Auto(Controller):
         """
         if self._plan is not None or self.costs.rounds < len(FIRST_ROUNDS):
             return TOGETHER
-        return 1 + self.costs.backoff.left
+        # The next plan waits for the end of a run: a round by itself costs two or three of a run.
+        return max(1 + self.costs.backoff.left, TOGETHER)
 
     def promise(self, rows: Sequence[Row]) -> float:
         """Returns the tokens per second of the best plan for these rows.
@@ -341,7 +342,7 @@ class Auto(Controller):
             DraftOutcome(
                 outcome.drafted, outcome.accepted, _known(self._confidence, self._longest)
             ),
-            outcome.seconds - more,
+            outcome.seconds + outcome.seconds_planning - more,
             tokens,
         )
 

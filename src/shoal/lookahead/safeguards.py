@@ -134,7 +134,7 @@ class PlainRounds:
         return due
 
 
-LONGEST = 64
+LONGEST = 128
 """The most plain rounds before a new plan is made for as many rows."""
 
 

@@ -16,6 +16,7 @@ import stopping
 import virtual
 from policies import KnownCosts, even_with_known_costs
 from shoal.lookahead.acceptance import LIMIT, Acceptance, DraftOutcome
+from shoal.lookahead.auto import FIRST_ROUNDS
 from shoal.lookahead.controller import LENGTHS, SLOWEST, Auto, EvenAuto, Fixed, PairCosts, Uniform, best_even_plan, by_name
 from shoal.types.rounds import Outcome
 from virtual import PassCosts, Trace, _Text
@@ -119,6 +120,24 @@ def test_lengths_are_steady_until_the_plan_is_old() -> None:
         assert controller.repeat(rows) == lengths
         steady += 1
     assert steady == EvenAuto.rounds_of_a_plan - 1
+
+
+def test_plain_rounds_that_are_launched_ahead_come_to_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were launched ahead count as well; else a drafter that did not pay once would never be asked again."""
+    monkeypatch.setattr("shoal.lookahead.auto.trial_is_due", lambda *_: False)
+    hopeless = costs(step=50.0)
+    hopeless.rounds = len(FIRST_ROUNDS)
+    controller, rows, ahead = EvenAuto(hopeless), rows_of(3), []
+    for _ in range(5):
+        lengths = controller.lengths(rows, 0)
+        assert lengths == [0, 0, 0]
+        ahead.append(0)
+        while controller.steady and ahead[-1] < 100:
+            played(controller, rows, lengths, [0, 0, 0])
+            assert controller.repeat(rows) == lengths
+            ahead[-1] += 1
+        played(controller, rows, lengths, [0, 0, 0])
+    assert ahead == [1, 3, 7, 15, 31]
 
 
 def test_rows_are_known_by_their_outcomes_where_no_confidence_is_told() -> None:

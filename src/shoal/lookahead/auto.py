@@ -154,6 +154,8 @@ class Auto(Controller):
             self.unfed.change(rows)
             self._narrow(serials)
         self._confidence, self._age = [], self._age + 1
+        if not max(self._longest):
+            self.costs.backoff.skip(1)
         self._unfed_tokens = self.unfed.feed(rows) if max(self._longest) else 0
         return self._longest
 
@@ -210,18 +212,22 @@ class Auto(Controller):
     @property
     def steady(self) -> bool:
         """True if the next round is plain as this one, whatever comes of it."""
-        return not any(self._longest) and self.plain_rounds > 1
+        return not any(self._longest) and self._rounds_to_a_plan > 1
 
     @property
     def plain_rounds(self) -> int:
         """The number of plain rounds, from the one that has its lengths, that may come in one go.
 
-        It holds if the last lengths were 0, and as long as the rows stay the same.
+        It holds if the last lengths were 0, and as long as the rows stay the same. The next plan
+        waits for the end of a run: a round by itself costs two or three of a run.
         """
+        return max(self._rounds_to_a_plan, TOGETHER)
+
+    @property
+    def _rounds_to_a_plan(self) -> int:
         if self._plan is not None or self.costs.rounds < len(FIRST_ROUNDS):
             return TOGETHER
-        # The next plan waits for the end of a run: a round by itself costs two or three of a run.
-        return max(1 + self.costs.backoff.left, TOGETHER)
+        return 1 + self.costs.backoff.left
 
     def promise(self, rows: Sequence[Row]) -> float:
         """Returns the tokens per second of the best plan for these rows.

@@ -131,8 +131,8 @@ def _put(
 SCALES = (1.0, 1 - 2.0**-18, 1 + 2.0**-18)
 """The factors of uniforms by which a verdict may be the rule's.
 
-Kernels round probabilities otherwise. A uniform between two such sums draws the next token: once in
-a thousand draws from the tail of 152,000 tokens.
+Kernels and the rule round sums of probabilities differently. A uniform that lies between two such
+sums draws neighbouring tokens.
 """
 APART = 0.5
 """The largest distance of two keys or values that rounding explains, as a share of their length.

@@ -254,23 +254,24 @@ def _needed(
     for statement, piece in zip(body, pieces, strict=True):
         defined |= piece.binds if isinstance(statement, imports) else set()
     names = {problem.entry_point} | defined & set(_WORD.findall(problem.tests))
+    changes = list[set[str]]()  # of each statement, the names whose values it may change
+    for statement, piece in zip(body, pieces, strict=True):
+        reached = _closure(piece.mentions, pieces)
+        changed = reached & (bound - defined)
+        if _sets_attributes(statement):
+            changed |= piece.mentions & bound
+        only_uses = problem.entry_point in reached or _only_uses(statement)
+        changes.append(set() if only_uses else changed)
     while True:
         needed = _closure(names, pieces)
         by_text = not needed.isdisjoint(_BY_TEXT)
-        stays = []
-        for statement, piece in zip(body, pieces, strict=True):
-            reached = _closure(piece.mentions, pieces)
-            changed = reached & (bound - defined)
-            if _sets_attributes(statement):
-                changed |= piece.mentions & bound
-            changes = problem.entry_point not in reached and not _only_uses(statement)
-            stays.append(
-                piece.stays
-                or (by_text and isinstance(statement, _DEFINITIONS))
-                or statement.lineno <= first
-                or not needed.isdisjoint(piece.binds)
-                or (changes and not needed.isdisjoint(changed))
-            )
+        stays = [
+            piece.stays
+            or (by_text and isinstance(statement, _DEFINITIONS))
+            or statement.lineno <= first
+            or not needed.isdisjoint(piece.binds | changed)
+            for statement, piece, changed in zip(body, pieces, changes, strict=True)
+        ]
         names = needed.union(*(piece.mentions for piece in compress(pieces, stays)))
         if names <= needed:
             return stays

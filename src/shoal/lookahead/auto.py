@@ -154,9 +154,10 @@ class Auto(Controller):
             self.unfed.change(rows)
             self._narrow(serials)
         self._confidence, self._age = [], self._age + 1
-        if not max(self._longest):
+        drafts = any(self._longest)
+        self._unfed_tokens = self.unfed.feed(rows) if drafts else 0
+        if not drafts:
             self.costs.backoff.skip(1)
-        self._unfed_tokens = self.unfed.feed(rows) if max(self._longest) else 0
         return self._longest
 
     def _goes_on(self, serials: list[int], waiting: bool) -> bool:

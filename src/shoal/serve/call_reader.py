@@ -295,16 +295,10 @@ class CallReader:
             self._called = True
             return "", calls
         cut = ended and closing.startswith(blanks)  # of the closing there is the beginning at most
-        more = closing and blanks.startswith((closing, "{"))
-        self._leave(
-            ""
-            if cut
-            else blanks.removeprefix(closing)
-            if more
-            else rest.lstrip()
-            if closing
-            else rest
-        )
+        if closing:
+            closed = blanks.startswith((closing, "{"))
+            rest = blanks.removeprefix(closing) if closed else rest.lstrip()
+        self._leave("" if cut else rest)
         return "", calls
 
     def _unread(self, body: str, error: Exception, end: int | None) -> tuple[str, list[Call]]:

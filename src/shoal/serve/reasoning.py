@@ -54,7 +54,9 @@ NEXT_CHANNEL = re.compile(
 )
 """The beginning of gpt-oss' next message: its answer, of which it may name a form, or a thought."""
 BEGUN_CHANNEL = re.compile(rf"{_TURN}(?:[a-z]{{0,8}}|(?:final|analysis)[^\n]{{0,80}})\Z")
+"""A part of such a beginning at the end of a text that may go on."""
 CUT_CHANNEL = re.compile(r"<\|end\|>(?:<\|start\|>(?:[a-z]*(?:<\|channel\|>[^\n]*)?)?)?\Z")
+"""A part of such a beginning at the end of a text that is over."""
 LINE_FEEDS = "\\n{0,2}"
 """A regular expression of the blanks between the reasoning and a text under a grammar."""
 

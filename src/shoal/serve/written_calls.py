@@ -72,7 +72,7 @@ def typed(text: str, schema: Any, key: str) -> str:
     types = types_of(own, schema)
     written = text.strip()
     written = {"True": "true", "False": "false", "None": "null"}.get(written, written)
-    if types and "string" not in types:  # what else Python's words and literals can mean
+    if types and "string" not in types:  # a word or a literal of Python
         written = _as_json(written)
     try:
         value, end = DECODER.raw_decode(written)
@@ -95,11 +95,8 @@ def _as_json(text: str) -> str:
     except (ValueError, RecursionError):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             value = ast.literal_eval(_JsonNames().visit(ast.parse(text, mode="eval")))
-            return (
-                json.dumps(value, allow_nan=False)
-                if isinstance(value, (list, dict, tuple))
-                else text
-            )
+            if isinstance(value, (list, dict, tuple)):
+                return json.dumps(value, allow_nan=False)
     return text
 
 

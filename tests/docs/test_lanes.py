@@ -34,6 +34,8 @@ def test_the_oldest_releases_that_are_promised() -> None:
     assert f'requires-python = ">={lanes.PYTHONS[0]}"' in lanes.PROJECT
     for name, pin in lanes.OLDEST.items():
         assert f'"{name}>={pin.partition("==")[2].removesuffix(".0")},<' in lanes.PROJECT
+    assert "triton==" in lanes.PINS  # the one of another torch
+    assert LANES["oldest"].pins == {**lanes.OLDEST, "triton": ""}
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

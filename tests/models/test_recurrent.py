@@ -42,7 +42,9 @@ from shoal.models.cache import states
 from shoal.models.cache.mixing import Calls, EqualRows, RowStates
 from shoal.models.cache.states import StateCache
 from shoal.models.compiled.captures import CAPTURED
+from shoal.models.executor import C_DECODER, TRITON_LAYERS, Modules
 from shoal.models.loading import wrap
+from shoal.models.passes import use_fused_layers, use_lean_passes
 from shoal.models.runner import Runner
 from shoal.models.tensor_parallel import lead
 from shoal.models.vocabulary import compared
@@ -585,23 +587,40 @@ class Branches(Says):
     max_nodes = 4
 
 
-def test_what_is_refused_says_why(tmp_path: Path) -> None:
-    runner = target("lfm2")
+@pytest.mark.parametrize("family", sorted(RECURRENT))
+def test_what_is_refused_says_why(family: str) -> None:
+    runner = target(family)
     with pytest.raises(UnsupportedModel, match=f"cannot verify draft trees: {STATES}"):
-        engine("lfm2", Branches(1))
-    with pytest.raises(UnsupportedModel, match=f"cannot be strict: {STATES}"):
-        wrap(runner.hf, "lfm2", strict=True)
-    with pytest.raises(UnsupportedModel, match=f"cannot be shared by processes: {STATES}"):
+        engine(family, Branches(1))
+    with pytest.raises(UnsupportedModel, match=f"{family} cannot be strict: {STATES}"):
+        wrap(runner.hf, family, strict=True)
+    with pytest.raises(UnsupportedModel, match=f"{family} cannot be shared by processes: {STATES}"):
         lead(runner)
     with pytest.raises(PairMismatch, match="its layers keep recurrent states, which cannot go back"):
         compared(wrap(tiny_model("llama"), "llama"), runner, large_tokenizer(), tiny_tokenizer())
-    tiny_model("lfm2").save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", sorted(RECURRENT))
+def test_no_fused_executor_computes_layers_with_states(family: str) -> None:
+    fork = target(family).fork()
+    fork.memory.reserve(1, 4)
+    use_lean_passes(fork)
+    use_fused_layers(fork)
+    fork.capture_rounds("eager")
+    explanation = fork.explain([0], [1])
+    others = f"{type(fork.hf).__name__} is none of LlamaForCausalLM, "
+    assert explanation.executor == Modules.name
+    assert [refusal.executor for refusal in explanation.refusals] == [C_DECODER, TRITON_LAYERS, CAPTURED]
+    assert [refusal.reason.startswith(others) for refusal in explanation.refusals] == [True, True, False]
+    assert explanation.refusals[-1].reason == STATES
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_a_target_with_states_does_not_draft_for_itself(family: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=f"cannot draft for itself: {STATES}"):
         shoal.load(tmp_path, "self:exit=1")
-    fork = runner.fork()
-    fork.capture_rounds("eager")
-    assert (fork.captures, fork.absent[CAPTURED]) == (None, STATES)
 
 
 def test_a_model_that_says_it_keeps_states_and_shows_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,6 +245,16 @@ def one_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "cpu", lambda: formats.Cpu(mkl=True))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def streams_stay_open() -> Iterator[None]:
+    """No code closes the streams of pytest's capture: all later tests of the process would fail. absl's log handler would, which
+    `rouge_score` imports: it closes its stream when logging is configured anew while a test has another `sys.stderr`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for stream in (sys.stdout, sys.stderr):
+            patch.setattr(stream, "close", stream.flush)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command prints its progress where stderr is no terminal after some seconds: on a busy machine, but not on another."""

@@ -188,6 +188,26 @@ def test_the_log_is_on_stderr_and_leaves_nothing_behind(form: logs.LogFormat, ca
         assert re.fullmatch(TIME + " INFO +asked", line)
 
 
+class Closing(logging.StreamHandler[Any]):
+    """Closes its stream, as absl's handler does unless it is `sys.stderr` just then."""
+
+    def close(self) -> None:
+        if self.stream is not sys.stderr:
+            self.stream.close()
+        super().close()
+
+
+HANDLER = Closing()
+"""Made, as absl's is, before a test has a stderr of its own."""
+
+
+def test_a_log_that_is_configured_closes_no_stream_of_the_capture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert HANDLER.stream is not sys.stderr
+    dictConfig(logs.config("info", "text"))
+    logs.restore()
+    assert not HANDLER.stream.closed
+
+
 def test_what_a_server_leaves_behind_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     dictConfig(logs.config("info", "text"))
     with pytest.raises(AssertionError, match="stays configured"):

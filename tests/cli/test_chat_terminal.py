@@ -88,6 +88,29 @@ assert "torch" not in sys.modules
 sys.exit(code)
 """
 
+SHELL = """
+import signal
+
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+child = os.fork()
+if child:
+    while os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]):
+        os.tcsetpgrp(0, os.getpgrp())
+        shown = bool(termios.tcgetattr(0)[3] & termios.ECHO)
+        print(f"[stopped, keys shown: {shown}]", flush=True)
+        for line in sys.stdin:
+            if line == "fg\\n":
+                os.tcsetpgrp(0, child)
+            os.killpg(child, signal.SIGCONT)
+            if line == "fg\\n":
+                break
+    os._exit(0)
+os.setpgid(0, 0)
+os.tcsetpgrp(0, os.getpid())
+signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+"""  # a shell with one job, the chat: it knows "fg", and takes any other line for "bg"
+
 
 class Screen:
     """A terminal with a chat in it."""
@@ -175,6 +198,52 @@ def test_a_signal_leaves_the_terminal_as_it_was(screen: Screen, number: signal.S
     assert termios.tcgetattr(screen.slave) == screen.settings
 
 
+def test_a_stopped_answer_leaves_the_terminal_to_the_shell(tmp_path: Path) -> None:
+    """Ctrl-Z, bg and fg: the shell shows its keys, and the answer that goes on hides them again."""
+    screen = Screen(tmp_path, begin=SHELL)
+    screen.expect("> ")
+    screen.type("slow\r")
+    for lines in (["fg"], ["bg", "fg"]):
+        screen.expect("tick tick tick")
+        screen.type("\x1a")
+        screen.expect("[stopped, keys shown: True]")
+        assert termios.tcgetattr(screen.slave) == screen.settings
+        for line in lines:
+            screen.type(f"{line}\r")
+            screen.expect(line)
+            screen.expect("tick tick tick")
+        while termios.tcgetattr(screen.slave)[3] & termios.ECHO:  # until the signal has come
+            screen.expect("tick")
+    screen.type("typed ahead\r\x03")
+    assert "typed" not in screen.expect("; interrupted")
+    assert screen.expect("to 3 messages: 'typed ahead'").count("typed ahead") == 1
+    screen.expect("> ")
+    screen.type("/exit\r")
+    screen.process.wait(TIMEOUT_SECONDS)
+    assert termios.tcgetattr(screen.slave) == screen.settings
+    screen.close()
+
+
+def test_pasted_lines_are_one_message(screen: Screen) -> None:
+    screen.expect("> ")
+    screen.type("\x1b[200~first\n\n  second\x1b[201~")  # as a terminal sends them where it is asked to mark them
+    screen.expect("second")
+    screen.type("\r")
+    screen.expect("to 1 messages: 'first\\n\\n  second'")
+
+
+def test_ctrl_d_while_it_answers_leaves_behind_the_answer(screen: Screen) -> None:
+    screen.expect("> ")
+    screen.type("slow\r")
+    screen.expect("tick tick tick")
+    screen.type("\x04")
+    screen.expect("tick tick tick")
+    screen.type("\x03")
+    screen.expect("; interrupted")
+    assert screen.process.wait(TIMEOUT_SECONDS) == 0
+    assert termios.tcgetattr(screen.slave) == screen.settings
+
+
 def test_a_terminal_without_escape_codes_gets_none(tmp_path: Path) -> None:
     """As the shell in Emacs, of TERM=dumb; a word may then be cut by the edge."""
     screen = Screen(tmp_path, begin="os.environ |= {'TERM': 'dumb', 'COLUMNS': '10'};")
@@ -207,6 +276,17 @@ def test_words_are_not_cut_by_the_edge(texts: list[str], shown: list[str]) -> No
         lines += [""] * len(after)
     assert [line.rstrip() for line in lines] == shown
     assert all(cell_len(line) <= 10 for line in lines)
+
+
+def test_a_window_that_shrinks_erases_nothing_of_the_lines_before() -> None:
+    """Terminals break these lines anew, so that the cursor is no longer where the word began."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=40)
+    answer = RunningAnswer(console, lambda text, _ended: ("", text))
+    answer.add(Increment(0, 0, "one two three four fi", (1,), 0))
+    console.width = 10
+    answer.add(Increment(0, 0, "ve six sevens", (1,), 0))
+    assert file.getvalue() == "one two three four five six se\x1b[9G\x1b[K\nsevens"
 
 
 def test_keys_of_a_terminal(screen: Screen, tmp_path: Path) -> None:

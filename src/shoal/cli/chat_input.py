@@ -89,7 +89,8 @@ def require_foreground() -> None:
 def keys_kept() -> Iterator[None]:
     """Keeps the keys that are pressed during the block for the next line, and does not show them.
 
-    Ctrl-C works as ever. A signal that ends the process leaves the terminal as it was.
+    Ctrl-C and Ctrl-Z work as ever. A signal that stops or ends the process leaves the terminal as
+    it was, and a stopped process that goes on takes its settings again.
     """
     try:
         import termios
@@ -101,37 +102,56 @@ def keys_kept() -> Iterator[None]:
     silent = [*before]
     silent[3] = (silent[3] & ~(termios.ECHO | termios.ICANON)) | termios.NOFLSH
 
-    def restore() -> None:
+    def apply(settings: Sequence[Any]) -> None:
         with contextlib.suppress(OSError, termios.error):  # a terminal that was closed
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, [*settings])
 
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    apply(silent)
     try:
-        with _before_an_end(restore):
+        with _around_signals(lambda: apply(before), lambda: apply(silent)):
             yield
     finally:
-        restore()
+        apply(before)
 
 
 @contextlib.contextmanager
-def _before_an_end(restore: Callable[[], None]) -> Iterator[None]:
-    """Calls a function before a signal ends the process during the block."""
+def _around_signals(leave: Callable[[], None], enter: Callable[[], None]) -> Iterator[None]:
+    """Calls one function before a signal stops or ends the process, and another when it goes on.
+
+    A process that goes on in the background enters when it comes to the foreground.
+    """
 
     def end(number: int, _frame: object) -> None:
-        restore()
+        leave()
+        _show_cursor()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+        if number == signal.SIGTSTP:  # the process goes on
+            signal.signal(number, end)
 
+    def go_on(_number: int, _frame: object) -> None:
+        with contextlib.suppress(OSError):
+            if os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp():  # else it would be stopped again
+                enter()
+
+    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP), end)
     before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number, handler in (handlers | {signal.SIGCONT: go_on}).items():
         with contextlib.suppress(ValueError):  # another thread than the main one
             if signal.getsignal(number) is signal.SIG_DFL:
-                before[number] = signal.signal(number, end)
+                before[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, default in before.items():
+            signal.signal(number, default)
+
+
+def _show_cursor() -> None:
+    """Shows the cursor, which a board of several answers hides."""
+    if stdout().is_terminal and not stdout().is_dumb_terminal:
+        with contextlib.suppress(OSError):
+            os.write(sys.stdout.fileno(), b"\x1b[?25h")
 
 
 class TerminalLines:

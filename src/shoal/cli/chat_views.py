@@ -117,6 +117,8 @@ class RunningAnswer(Unseen):
         A word that has begun on a line and does not fit on it is erased and begins the next line.
         """
         pieces, width = [], self._console.width
+        if self._column > width:  # the window has become smaller, and its lines were broken anew
+            self._column, self._word = self._column % width, ""
         for character in text.expandtabs(4):
             cells = cell_len(character)
             if character == "\n":

@@ -526,13 +526,13 @@ def test_rounds_of_the_rows_that_are_left_teach_what_they_teach_alone() -> None:
         singly.learn(left, [tried])
     assert (record.full, record.seconds, record.tokens) == (1, 1.0, 7.0)
     together = Acceptance(6)
-    together.learn(record.rows, record.tried)
+    together.learn(record.rows, record.outcomes)
     for name in ("_hits", "_trials"):
         assert getattr(together._confidences, name) == pytest.approx(getattr(singly._confidences, name))
     assert together._positions._trials == pytest.approx(singly._positions._trials)
     (one, two), (first, second) = tried.drafted, tried.confidence[4]
-    assert record.tried[-1].drafted == [two, 0, 0, one]
-    assert record.tried[-1].confidence[4] == pytest.approx([second, np.nan, np.nan, first], nan_ok=True)
+    assert record.outcomes[-1].drafted == [two, 0, 0, one]
+    assert record.outcomes[-1].confidence[4] == pytest.approx([second, np.nan, np.nan, first], nan_ok=True)
 
 
 @pytest.mark.parametrize("rows", [8, 48])

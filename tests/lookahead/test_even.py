@@ -107,7 +107,7 @@ def test_a_round_that_was_launched_keeps_its_lengths_whatever_ended() -> None:
     assert controller.repeat([rows[3], rows[1]]) == lengths[:2]
     played(controller, rows, lengths[:2], [1, 0])
     assert controller._record.rows == [row.serial for row in rows]
-    spread = controller._record.tried[1]
+    spread = controller._record.outcomes[1]
     assert (list(spread.drafted), list(spread.accepted)) == ([0, lengths[0], 0, lengths[0]], [0, 0, 0, 1])
     assert controller.shorten is None
 

@@ -135,16 +135,16 @@ class Acceptance:
         """Learns from the outcomes of rounds of the same rows, the oldest first."""
         fade = self.ROW_FADE ** len(rounds)
         self._rows = {row: self._rows.get(row, 0.0) * fade for row in rows}
-        widths = [max(len(tried.confidence), max(tried.drafted)) for tried in rounds]
+        widths = [max(len(outcome.confidence), max(outcome.drafted)) for outcome in rounds]
         # The round of each line of the arrays below; a line is a position in a draft.
         which = np.repeat(np.arange(len(rounds)), widths)
         place = np.concatenate([np.arange(width) for width in widths])[:, None]
-        drafted = np.array([tried.drafted for tried in rounds])[which]
-        accepted = np.array([tried.accepted for tried in rounds])[which]
+        drafted = np.array([outcome.drafted for outcome in rounds])[which]
+        accepted = np.array([outcome.accepted for outcome in rounds])[which]
         confidence = np.concatenate(
             [
-                _padded(tried.confidence, width, len(rows))
-                for tried, width in zip(rounds, widths, strict=True)
+                _padded(outcome.confidence, width, len(rows))
+                for outcome, width in zip(rounds, widths, strict=True)
             ]
         )
         ages = len(rounds) - 1 - which
@@ -152,17 +152,17 @@ class Acceptance:
         lines, columns = decided.nonzero()
         hits = (place[lines, 0] < accepted[lines, columns]).astype(float)
         bins = self._bins(confidence)
-        seen = np.isfinite(confidence)
-        known = seen[lines, columns]
+        sure = np.isfinite(confidence)
+        of_sure = sure[lines, columns]
         positions = self._positions.rates(self._positions.mean)[np.minimum(place, self.limit - 1)]
-        rates = np.where(seen, self._confidences.rates()[bins], positions)
+        rates = np.where(sure, self._confidences.rates()[bins], positions)
         expected = _shifted(rates, self._offsets(rows))
         self._learn_rows(rows, expected, hits, lines=lines, columns=columns, ages=ages)
         self._confidences.add(
-            bins[lines, columns][known], hits[known], ages[lines][known], len(rounds)
+            bins[lines, columns][of_sure], hits[of_sure], ages[lines][of_sure], len(rounds)
         )
         more, whose = (
-            seen & (place == drafted) & (drafted == accepted) & (place < self.limit)
+            sure & (place == drafted) & (drafted == accepted) & (place < self.limit)
         ).nonzero()
         where = np.concatenate([lines, more])
         outcomes = np.concatenate([hits, expected[more, whose]])
@@ -219,7 +219,7 @@ class Record:
 
     Attributes:
         rows: the serial numbers of the rows at the beginning.
-        tried: the outcomes of each round, for all of these rows.
+        outcomes: the outcomes of each round, for all of these rows.
         seconds: the seconds of the rounds in which none of the rows had ended.
         tokens: the tokens of these rounds, weighted as planned.
         full: the number of these rounds.
@@ -227,7 +227,7 @@ class Record:
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows = list(rows)
-        self.tried: list[DraftOutcome] = []
+        self.outcomes: list[DraftOutcome] = []
         self.seconds = self.tokens = 0.0
         self.full = 0
         # The indices in `rows` of the rows that are left; None = all.
@@ -238,20 +238,20 @@ class Record:
         places = {row: place for place, row in enumerate(self.rows)}
         self._places = [places[row] for row in rows]
 
-    def add(self, tried: DraftOutcome, seconds: float, tokens: float) -> None:
+    def add(self, outcome: DraftOutcome, seconds: float, tokens: float) -> None:
         """Adds a round of the rows that are left."""
         if self._places is None:
             self.seconds += seconds
             self.tokens += tokens
             self.full += 1
         else:
-            drafted, accepted, confidence = tried
-            tried = DraftOutcome(
+            drafted, accepted, confidence = outcome
+            outcome = DraftOutcome(
                 self._spread(drafted, 0),
                 self._spread(accepted, 0),
                 [self._spread(sure, nan) for sure in confidence],
             )
-        self.tried.append(tried)
+        self.outcomes.append(outcome)
 
     def _spread(self, values: Sequence[Kind], absent: Kind) -> list[Kind]:
         """Returns a value for each row at the beginning; `absent` for rows that have ended."""
@@ -275,7 +275,7 @@ class TreeSizes:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._seen: dict[int, list[float]] = {}  # depth -> [weight, nodes times weight]
+        self._sums: dict[int, list[float]] = {}  # depth -> [weight, nodes times weight]
         self._by_depth: Array | None = np.arange(limit + 1, dtype=float)
 
     def observe(self, depths: Sequence[int], nodes: Sequence[int] | None) -> None:
@@ -285,12 +285,12 @@ class TreeSizes:
             depths: the depth of each row's tree.
             nodes: the nodes of each row's tree; None = all were chains.
         """
-        if nodes is None and not self._seen:
+        if nodes is None and not self._sums:
             return
         for depth, count in zip(depths, depths if nodes is None else nodes, strict=True):
             if depth:
-                weight, total = self._seen.get(min(depth, self._limit), [0.0, 0.0])
-                self._seen[min(depth, self._limit)] = [FADE * weight + 1, FADE * total + count]
+                weight, total = self._sums.get(min(depth, self._limit), [0.0, 0.0])
+                self._sums[min(depth, self._limit)] = [FADE * weight + 1, FADE * total + count]
         self._by_depth = None
 
     @property
@@ -301,9 +301,11 @@ class TreeSizes:
         depths the numbers lie on a straight line; beyond the deepest one each depth adds one node.
         """
         if self._by_depth is None:
-            seen = sorted(self._seen)
-            means = [self._seen[depth][1] / self._seen[depth][0] for depth in seen]
+            bases = sorted(self._sums)
+            means = [self._sums[depth][1] / self._sums[depth][0] for depth in bases]
             depths = np.arange(self._limit + 1, dtype=float)
-            found = np.interp(depths, [0, *seen], [0.0, *means]) + np.maximum(depths - seen[-1], 0)
-            self._by_depth = np.maximum.accumulate(np.maximum(found, depths))
+            nodes = np.interp(depths, [0, *bases], [0.0, *means]) + np.maximum(
+                depths - bases[-1], 0
+            )
+            self._by_depth = np.maximum.accumulate(np.maximum(nodes, depths))
         return self._by_depth

@@ -137,9 +137,9 @@ class Auto(Controller):
         if len(drafting) == len(rows):
             self._longest = [min(row.max_draft_length, longest) for row in rows]
         else:
-            chosen = {row.serial for row in drafting}
+            to_draft = {row.serial for row in drafting}
             self._longest = [
-                min(row.max_draft_length, longest) if row.serial in chosen else 0 for row in rows
+                min(row.max_draft_length, longest) if row.serial in to_draft else 0 for row in rows
             ]
             self.unfed.leave(rows)
         self._unfed_tokens = self.unfed.feed(drafting) if drafting else 0
@@ -162,8 +162,8 @@ class Auto(Controller):
 
     def _goes_on(self, serials: list[int], waiting: bool) -> bool:
         """Keeps the plan if only a few of its rows have ended; returns True if it is kept."""
-        begun = len(self._record.rows)
-        if self._plan is None or waiting != self._waiting or FEW * (begun - len(serials)) > begun:
+        rows = len(self._record.rows)
+        if self._plan is None or waiting != self._waiting or FEW * (rows - len(serials)) > rows:
             return False
         if not set(self._rows) >= set(serials):
             return False
@@ -197,8 +197,8 @@ class Auto(Controller):
             costs.backoff, self._age = Backoff(), 1
             return rows
         costs.backoff.extend(len(rows))
-        chosen = self.unfed.cheapest(rows, TRIAL_ROWS)
-        return chosen if trial_is_due(len(rows), self.unfed.tokens(chosen), costs) else ()
+        trial_rows = self.unfed.cheapest(rows, TRIAL_ROWS)
+        return trial_rows if trial_is_due(len(rows), self.unfed.tokens(trial_rows), costs) else ()
 
     @property
     def _holds(self) -> bool:
@@ -330,7 +330,7 @@ class Auto(Controller):
         drafting = costs.observe_drafting(
             rows, outcome.steps, outcome.seconds_drafting, outcome.seconds_between
         )
-        plain, spent = self._plain, whole + drafting + outcome.seconds_planning
+        plain, total = self._plain, whole + drafting + outcome.seconds_planning
         if self._unfed_tokens:
             costs.preparing.observe(self._unfed_tokens, outcome.seconds_preparing)
             preparing = min(
@@ -339,15 +339,15 @@ class Auto(Controller):
             if self._plan is not None:
                 costs.credit.invested += preparing
             else:
-                spent += preparing
+                total += preparing
         weights = None if self._plan is None else self._plan.weights
         accepted = outcome.accepted if weights is None else map(mul, weights, outcome.accepted)
         tokens = rows + sum(accepted)
         if not learning:  # the first drafts are made to learn their cost
-            costs.credit.drafted(plain, spent, tokens / rows * plain - spent)
+            costs.credit.drafted(plain, total, tokens / rows * plain - total)
         self._record.add(
             DraftOutcome(
-                outcome.drafted, outcome.accepted, _known(self._confidence, self._longest)
+                outcome.drafted, outcome.accepted, _within_lengths(self._confidence, self._longest)
             ),
             outcome.seconds + outcome.seconds_planning - more,
             tokens,
@@ -356,15 +356,15 @@ class Auto(Controller):
     def _learn_acceptance(self) -> None:
         """Learns the acceptance from the rounds since the last call."""
         record = self._record
-        if record.tried:
-            self.costs.acceptance.learn(record.rows, record.tried)
+        if record.outcomes:
+            self.costs.acceptance.learn(record.rows, record.outcomes)
             if self._plan is not None and record.full:
                 brought = record.tokens / record.seconds / self._plan.rate
                 self.costs.calibrate(len(record.rows), brought, record.full)
         self._record = Record(self._rows)
 
 
-def _known(
+def _within_lengths(
     confidence: Sequence[Sequence[float]], lengths: Sequence[int]
 ) -> Sequence[Sequence[float]]:
     """Returns the confidences at the positions within each row's longest draft.

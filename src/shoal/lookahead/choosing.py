@@ -101,7 +101,7 @@ class AutoChoice(Controller):
         for auto in self._autos[1:]:  # they learn nothing from plain rounds
             auto.costs.rounds = max(auto.costs.rounds, KNOWN)
         self._current = self._best = 0
-        self._held = 0  # rounds that the choice still holds
+        self._rounds_left = 0  # rounds that the choice still holds
         self._pays = False  # True if some choice promised a gain in the last comparison
         self._wait, self._until_trial = AGAIN, AGAIN
         self._rows: set[int] = set()  # serial numbers of the last round
@@ -115,7 +115,7 @@ class AutoChoice(Controller):
         """Returns the longest draft of each row, by the choice of this round."""
         serials = {row.serial for row in rows}
         if serials.isdisjoint(self._rows):
-            self._held = 0
+            self._rounds_left = 0
         self._rows = serials
         choice = self._next(rows)
         if choice != self._current and self._choices.choices_join:
@@ -129,7 +129,7 @@ class AutoChoice(Controller):
         """Returns the lengths of the last round for those of its rows that are left."""
         self._rows = {row.serial for row in rows}
         self._until_trial -= 1
-        self._held -= 1
+        self._rounds_left -= 1
         self.rounds[self._choices.choices[self._current]] += 1
         return self._autos[self._current].repeat(rows)
 
@@ -141,13 +141,13 @@ class AutoChoice(Controller):
     @property
     def plain_rounds(self) -> int:
         """The number of plain rounds that may come in one go, see `Auto.plain_rounds`."""
-        return min(max(self._held, TOGETHER), self._autos[self._current].plain_rounds)
+        return min(max(self._rounds_left, TOGETHER), self._autos[self._current].plain_rounds)
 
     def _next(self, rows: Sequence[Row]) -> int:
         """Returns the choice of the coming round."""
         self._until_trial -= 1
-        self._held -= 1
-        if self._held > 0:
+        self._rounds_left -= 1
+        if self._rounds_left > 0:
             return self._current
         learning = next(
             (choice for choice in range(len(self._autos)) if self._is_to_learn(choice, len(rows))),
@@ -155,25 +155,25 @@ class AutoChoice(Controller):
         )
         if learning is not None:
             return learning
-        known = [
+        choices = [
             choice
             for choice, auto in enumerate(self._autos)
             if auto.costs.rounds >= len(FIRST_ROUNDS)
         ]
-        promises = {choice: self._autos[choice].promise(rows) for choice in known}
+        promises = {choice: self._autos[choice].promise(rows) for choice in choices}
         best = max(promises, key=lambda choice: promises[choice])
         self._pays = promises[best] > 0
         if not self._pays:
-            self._best = next((choice for choice in known if choice > self._best), known[0])
-            self._held = HELD
+            self._best = next((choice for choice in choices if choice > self._best), choices[0])
+            self._rounds_left = HELD
             return self._best
         if promises[best] <= BETTER * promises.get(self._best, 0.0):
             best = self._best
-        self._best, self._held = best, HELD
+        self._best, self._rounds_left = best, HELD
         if self._until_trial <= 0:
             self._wait = min(2 * self._wait, MOST)
-            self._until_trial, self._held = self._wait, TRIED
-            others = [choice for choice in known if choice != best]
+            self._until_trial, self._rounds_left = self._wait, TRIED
+            others = [choice for choice in choices if choice != best]
             return min(
                 others, key=lambda choice: self.rounds[self._choices.choices[choice]], default=best
             )
@@ -204,12 +204,13 @@ class AutoChoice(Controller):
         """
         auto, account = self._autos[self._current], self._account
         self.rounds[self._choices.choices[self._current]] += outcome.rounds - 1
-        self._held -= outcome.rounds - 1
+        self._rounds_left -= outcome.rounds - 1
         self._until_trial -= outcome.rounds - 1
         first = auto.costs.rounds < len(FIRST_ROUNDS) and outcome.steps > 0
         pays = self._current > 0 and first and not outcome.riding
         auto.learn(outcome)
         if pays:
             rows = len(outcome.drafted)
-            plain, spent = account.seconds_plain(rows), outcome.seconds + outcome.seconds_preparing
-            account.credit.drafted(plain, spent, (1 + sum(outcome.accepted) / rows) * plain - spent)
+            plain = account.seconds_plain(rows)
+            total = outcome.seconds + outcome.seconds_preparing
+            account.credit.drafted(plain, total, (1 + sum(outcome.accepted) / rows) * plain - total)

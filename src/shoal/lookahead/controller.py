@@ -187,10 +187,10 @@ class Heuristic:
         return self._length
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        taken = [a == d for a, d in zip(accepted, drafted, strict=True) if d]
-        if not taken:
+        full_acceptances = [a == d for a, d in zip(accepted, drafted, strict=True) if d]
+        if not full_acceptances:
             return
-        grows = 2 * sum(taken) >= len(taken)
+        grows = 2 * sum(full_acceptances) >= len(full_acceptances)
         self._length = min(
             max(self._length + (self.GROWTH if grows else -self.SHRINKAGE), 1), self.limit
         )
@@ -202,7 +202,7 @@ class Uniform(Controller):
     def __init__(self, lookahead: Lookahead) -> None:
         self.lookahead = lookahead
         self.limit = lookahead.limit
-        self._asked: list[int] = []
+        self._lengths: list[int] = []
 
     @property
     def steady(self) -> bool:
@@ -212,8 +212,8 @@ class Uniform(Controller):
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """Returns the next length for each row, at most `Row.max_draft_length`."""
         k = min(max(self.lookahead.next_length(), 0), self.limit)
-        self._asked = [min(k, row.max_draft_length) for row in rows]
-        return self._asked
+        self._lengths = [min(k, row.max_draft_length) for row in rows]
+        return self._lengths
 
     def learn(self, outcome: Outcome) -> None:
         """Passes the counts on to the `Lookahead`.
@@ -222,7 +222,7 @@ class Uniform(Controller):
         drafted, as if the position had been rejected: lengths must not depend on rejected drafts
         (`Controller.adaptive`).
         """
-        self.lookahead.update(self._asked if outcome.steps else outcome.drafted, outcome.accepted)
+        self.lookahead.update(self._lengths if outcome.steps else outcome.drafted, outcome.accepted)
 
 
 __all__ = [

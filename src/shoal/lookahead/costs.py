@@ -103,8 +103,8 @@ class CostCurve:
         fadings = self._observed // self.FADE_EVERY - before // self.FADE_EVERY
         if not fadings:
             return
-        kept = self.FADE ** (self.FADE_EVERY * fadings)
-        faded = {key: [value, kept * weight] for key, (value, weight) in self._points.items()}
+        fade = self.FADE ** (self.FADE_EVERY * fadings)
+        faded = {key: [value, fade * weight] for key, (value, weight) in self._points.items()}
         old = [key for key, point in faded.items() if point[1] < self.FORGOTTEN]
         for key in old:
             self._first.pop(key, None)

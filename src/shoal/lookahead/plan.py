@@ -50,7 +50,7 @@ class Unfed:
 
     def __init__(self) -> None:
         # By serial number: the tokens that the drafter had of a row when it last drafted for it.
-        self._held: dict[int, int] = {}
+        self._tokens: dict[int, int] = {}
         # The rows that the last round drafted for; the drafter has all their tokens but the last.
         self._current: set[int] = set()
         self._groups: dict[int, int] = {}  # the groups of the rows with tokens
@@ -59,7 +59,9 @@ class Unfed:
         """Forgets rows that have left."""
         serials = {row.serial for row in rows}
         self._current &= serials
-        self._held = {serial: held for serial, held in self._held.items() if serial in serials}
+        self._tokens = {
+            serial: count for serial, count in self._tokens.items() if serial in serials
+        }
         self._groups = {
             serial: group for serial, group in self._groups.items() if serial in serials
         }
@@ -70,11 +72,11 @@ class Unfed:
         for row in rows:
             if row.serial in self._current:
                 continue
-            held = self._held.get(row.serial)
-            if held is None:
-                held = row.prompt_length if row.group in groups else 0
+            cached = self._tokens.get(row.serial)
+            if cached is None:
+                cached = row.prompt_length if row.group in groups else 0
                 groups.add(row.group)
-            lacking += len(row.tokens) - held
+            lacking += len(row.tokens) - cached
         return lacking
 
     def cheapest(self, rows: Sequence[Row], most: int) -> Sequence[Row]:
@@ -99,7 +101,7 @@ class Unfed:
     def leave(self, rows: Sequence[Row]) -> None:
         """Notes that a round does not draft for all of these rows."""
         if self._current:
-            self._held |= {
+            self._tokens |= {
                 row.serial: len(row.tokens) for row in rows if row.serial in self._current
             }
             self._current = set()

@@ -62,18 +62,18 @@ class Credit:
             self.settle()
         self._add(SHARE * plain_round * rounds, plain_round)
 
-    def drafted(self, plain_round: float, spent: float, saved: float) -> None:
+    def drafted(self, plain_round: float, seconds: float, saved: float) -> None:
         """Adds the gain or the loss of a round with drafts.
 
         Args:
             plain_round: the seconds of a plain round of as many rows.
-            spent: the seconds of this round.
-            saved: the seconds in which plain decoding commits the same tokens, less `spent`;
+            seconds: the seconds of this round.
+            saved: the seconds in which plain decoding commits the same tokens, less `seconds`;
                 negative if the round was slower.
         """
         returned = min(max(saved, 0.0), self.invested)
         self.invested -= returned
-        self._add(SHARE * spent + saved - returned, plain_round)
+        self._add(SHARE * seconds + saved - returned, plain_round)
 
     def _add(self, seconds: float, plain_round: float) -> None:
         self._most = MOST * plain_round

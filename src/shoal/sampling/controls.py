@@ -64,14 +64,14 @@ def control_all(logits: Tensor, positions: Positions, faults: Faults | None) -> 
     """
     if not change(positions.rows):
         return logits
-    allowed = masks.allowed_tokens(positions, logits)
+    mask_of_all = masks.allowed_tokens(positions, logits)
     rows = groups(positions.rows)
     if len(rows) == 1:
-        return control(logits, rows[0][0], positions, allowed, faults)
+        return control(logits, rows[0][0], positions, mask_of_all, faults)
     scores = torch.empty(logits.shape, dtype=width(logits), device=logits.device)
     for sampling, members in rows:
         index = torch.tensor(members, device=logits.device)
-        mask = None if allowed is None else allowed[index]
+        mask = None if mask_of_all is None else mask_of_all[index]
         scores[index] = control(
             logits[index], sampling, positions.of_rows(members), mask, faults
         ).to(scores.dtype)
@@ -218,5 +218,5 @@ def _name(constraint: Any) -> str:
 
 def _short(value: Any) -> str:
     """Returns a value as it is written, with a mark if it is cut."""
-    written = repr(value)
-    return written if len(written) <= 80 else f"{written[:80]}..."
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

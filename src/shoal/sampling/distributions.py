@@ -78,9 +78,9 @@ def probabilities(logits: Tensor, positions: Positions, faults: Faults | None = 
         RequestError: a row's controls leave no token possible, or name ids outside the vocabulary.
         BadLogits: the logits themselves leave none (NaN, +inf, or -inf everywhere).
     """
-    drawn = draws(logits, positions, None, None, faults, want_p=True)
-    assert drawn.p is not None
-    return drawn.p
+    results = draws(logits, positions, None, None, faults, want_p=True)
+    assert results.p is not None
+    return results.p
 
 
 def draws(
@@ -102,14 +102,14 @@ def draws(
         want_highest: True to return the highest probabilities beside the tokens.
     """
     samplings = [row.request.sampling for row in positions.rows]
-    wanted = _Wanted(sampler, faults, want_p, want_highest)
-    if not (wanted.by_kernels and native_draws.takes(logits, samplings)):
-        return _by_torch(logits, positions, uniforms, wanted)
+    options = _Options(sampler, faults, want_p, want_highest)
+    if not (options.by_kernels and native_draws.takes(logits, samplings)):
+        return _by_torch(logits, positions, uniforms, options)
     scores = control_all(logits, positions, faults)
-    return _by_kernels(scores, samplings, logits, positions, uniforms, wanted)
+    return _by_kernels(scores, samplings, logits, positions, uniforms, options)
 
 
-class _Wanted(NamedTuple):
+class _Options(NamedTuple):
     """The arguments of `draws` that are the same for all rows."""
 
     sampler: Sampler | None
@@ -129,20 +129,20 @@ def _by_kernels(
     logits: Tensor,
     positions: Positions,
     uniforms: Tensor | None,
-    wanted: _Wanted,
+    options: _Options,
 ) -> Draws:
     """Computes `draws` from the scores after all other controls, by the kernels in C."""
-    race = wanted.sampler is not None and RACES[wanted.sampler]
-    drawn = native_draws.draw(
-        scores, samplings, uniforms, race=race, want_p=wanted.p, want_highest=wanted.highest
+    race = options.sampler is not None and RACES[options.sampler]
+    results = native_draws.draw(
+        scores, samplings, uniforms, race=race, want_p=options.p, want_highest=options.highest
     )
-    if drawn.impossible:
-        report(drawn.tokens < 0, logits, positions, wanted.faults)
+    if results.impossible:
+        report(results.tokens < 0, logits, positions, options.faults)
     return Draws(
-        drawn.tokens.clamp_(min=0) if drawn.impossible else drawn.tokens,
-        drawn.probs,
-        drawn.highest,
-        drawn.p,
+        results.tokens.clamp_(min=0) if results.impossible else results.tokens,
+        results.probs,
+        results.highest,
+        results.p,
     )
 
 
@@ -189,24 +189,24 @@ def _one_hot(scores: Tensor) -> Tensor:
 
 
 def _by_torch(
-    logits: Tensor, positions: Positions, uniforms: Tensor | None, wanted: _Wanted
+    logits: Tensor, positions: Positions, uniforms: Tensor | None, options: _Options
 ) -> Draws:
     """Computes `draws` by operations of torch, for rows of the same settings at a time."""
     allowed, rows = masks.allowed_tokens(positions, logits), groups(positions.rows)
     if len(rows) == 1:
-        return _of_group(logits, rows[0][0], positions, uniforms, allowed, wanted)
+        return _of_group(logits, rows[0][0], positions, uniforms, allowed, options)
     shape, dtype = logits.shape[:2], width(logits)
     every = Draws(
         torch.empty(shape, dtype=torch.long, device=logits.device),
         torch.empty(shape, dtype=dtype, device=logits.device),
-        torch.empty(shape, dtype=dtype, device=logits.device) if wanted.highest else None,
-        torch.empty(logits.shape, dtype=dtype, device=logits.device) if wanted.p else None,
+        torch.empty(shape, dtype=dtype, device=logits.device) if options.highest else None,
+        torch.empty(logits.shape, dtype=dtype, device=logits.device) if options.p else None,
     )
     for sampling, members in rows:
         index = torch.tensor(members, device=logits.device)
         mask, own = (None if values is None else values[index] for values in (allowed, uniforms))
         some = positions.of_rows(members)
-        part_of_rows = _of_group(logits[index], sampling, some, own, mask, wanted)
+        part_of_rows = _of_group(logits[index], sampling, some, own, mask, options)
         for values, part in zip(every, part_of_rows, strict=True):
             if values is not None and part is not None:
                 values[index] = part
@@ -219,22 +219,22 @@ def _of_group(
     positions: Positions,
     uniforms: Tensor | None,
     allowed: Tensor | None,
-    wanted: _Wanted,
+    options: _Options,
 ) -> Draws:
     """Computes `draws` of rows with the same `Sampling` except seed and grammar."""
-    faults, sampler = wanted.faults, wanted.sampler
+    faults, sampler = options.faults, options.sampler
     scores = control(logits, sampling, positions, allowed, faults)
-    if wanted.by_kernels and native_draws.takes(scores, [sampling]):
+    if options.by_kernels and native_draws.takes(scores, [sampling]):
         # The bits of these rows must not depend on the settings of other rows.
-        return _by_kernels(scores, [sampling], logits, positions, uniforms, wanted)
+        return _by_kernels(scores, [sampling], logits, positions, uniforms, options)
     if sampling.greedy:
         tokens = _best(scores, logits, positions, faults)
         p = None
-        if wanted.p:
+        if options.p:
             p = torch.zeros(logits.shape, dtype=width(logits), device=logits.device).scatter_(
                 -1, tokens[..., None], 1.0
             )
-        top = scores.softmax(-1, dtype=width(logits)).amax(-1) if wanted.highest else None
+        top = scores.softmax(-1, dtype=width(logits)).amax(-1) if options.highest else None
         return Draws(
             tokens, torch.ones(tokens.shape, dtype=width(logits), device=logits.device), top, p
         )
@@ -245,13 +245,13 @@ def _of_group(
         positions,
         faults,
     )
-    top = p.amax(-1) if wanted.highest else None
+    top = p.amax(-1) if options.highest else None
     if sampler is None or uniforms is None:
         return Draws(
             torch.zeros(logits.shape[:2], dtype=torch.long, device=logits.device), p[..., 0], top, p
         )
     tokens = sampler(p.flatten(0, 1), uniforms.flatten(0, 1)).view(logits.shape[:2])
-    return Draws(tokens, p.gather(-1, tokens[..., None]).squeeze(-1), top, p if wanted.p else None)
+    return Draws(tokens, p.gather(-1, tokens[..., None]).squeeze(-1), top, p if options.p else None)
 
 
 def _distribution(

@@ -95,11 +95,11 @@ def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tupl
     scratch = torch.empty_like(weights)
     for step in range(1, _MOST_HALVINGS + 1):
         middle = low + (high - low) / 2
-        held = row_sums(torch.ge(keys, middle, out=scratch).mul_(weights))
-        up, down = unfinished & (held >= mass), unfinished & (held < mass)
+        mass_above = row_sums(torch.ge(keys, middle, out=scratch).mul_(weights))
+        up, down = unfinished & (mass_above >= mass), unfinished & (mass_above < mass)
         low = torch.where(up, middle, low)
         high = torch.where(down, middle, high)
-        above = torch.where(down, held, above)
+        above = torch.where(down, mass_above, above)
         if step >= _HALVINGS:
             counts = [row_sums(torch.ge(keys, bound, out=scratch)).long() for bound in (low, high)]
             count = counts[0] - counts[1]
@@ -113,10 +113,10 @@ def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tupl
     cumulative = above + weight.cumsum(-1, dtype=torch.float64)
     last = torch.minimum((cumulative < mass).sum(-1, keepdim=True), listed - 1)
     limit = values.gather(-1, last)
-    taken = last + 1 - (values > limit).sum(-1, keepdim=True)
+    last_count = last + 1 - (values > limit).sum(-1, keepdim=True)
     # Keys that are too many to list are all equal: the weight of one gives the number needed.
     return limit, torch.where(
-        count > _BETWEEN, ((mass - above) / weight.gather(-1, last)).ceil().long(), taken
+        count > _BETWEEN, ((mass - above) / weight.gather(-1, last)).ceil().long(), last_count
     )
 
 
@@ -340,8 +340,8 @@ def _recursive(
         shares: the share of each refused token in the mass that was left before it was drawn.
     """
     weight, share = 1.0, float(left[token] / left.sum())
-    for refused in shares:
-        weight *= 1 - refused
+    for refused_share in shares:
+        weight *= 1 - refused_share
     left[token] = 0.0
     if not float(left.sum()) > 0 or passes(following(left)):
         return weight
@@ -364,12 +364,12 @@ def _geometric(
     Args:
         masses: the mass of the tokens refused, before each draw except the first.
     """
-    draws, refused = 1 + len(masses), masses[-1] if masses else 0.0
+    draws, refused_mass = 1 + len(masses), masses[-1] if masses else 0.0
     draws += sum(map(phantoms, masses))
     while True:
-        draws += 1 + phantoms(refused)
+        draws += 1 + phantoms(refused_mass)
         other = following(left)
         if other == token or passes(other):
             return 1 / (draws - 1)
         left[other] = 0.0
-        refused = float(p.sum() - left.sum())
+        refused_mass = float(p.sum() - left.sum())

@@ -107,10 +107,10 @@ def draw(
     tokens, probs = torch.empty(rows, columns, dtype=torch.long), torch.empty(rows, columns)
     p = torch.empty(rows, columns, vocab) if want_p else None
     highest = torch.empty(rows, columns) if want_highest else None
-    block, held = block_of(scores, settings_of(samplings), uniforms, race)
+    block, owners = block_of(scores, settings_of(samplings), uniforms, race)
     work = DrawsStruct(block, tokens.data_ptr(), probs.data_ptr(), _address(highest), _address(p))
     impossible = _require_memory(library().draw(ctypes.byref(work)))
-    del held  # the block has the addresses of these tensors
+    del owners  # the block has the addresses of these tensors
     return Drawn(tokens, probs, highest, p, impossible)
 
 
@@ -137,7 +137,7 @@ def verify(
     rows, columns, _ = scores.shape
     accepted, token = torch.empty(2, rows, dtype=torch.long)
     probs, logprobs = torch.empty(2, rows, columns)
-    block, held = block_of(scores, settings_of(samplings), uniforms, race)
+    block, owners = block_of(scores, settings_of(samplings), uniforms, race)
     drafts, lengths = tree.tokens.contiguous(), tree.lengths.contiguous()
     q = [_dense(each) for each in tree.q or ()] if rejection else []
     addresses = (ctypes.c_void_p * len(q))(*(each.data_ptr() for each in q))
@@ -153,7 +153,7 @@ def verify(
         logprobs=logprobs.data_ptr(),
     )
     impossible = _require_memory(library().verify(ctypes.byref(work)))
-    del held
+    del owners
     return Verified(accepted, token, probs, logprobs, impossible)
 
 

@@ -88,8 +88,10 @@ def bias_and_penalise(scores: Tensor, sampling: Sampling, positions: Positions) 
         scores[..., ids] += biases.clamp(-LARGEST_BIAS, LARGEST_BIAS).to(scores)
     if sampling.repetition_penalty != 1:
         penalty = min(max(sampling.repetition_penalty, 1 / LARGEST_FACTOR), LARGEST_FACTOR)
-        seen = [row.counts.upto(row.tokens) for row in rows]
-        _replace(scores, seen, positions, lambda s, _: torch.where(s < 0, s * penalty, s / penalty))
+        before = [row.counts.upto(row.tokens) for row in rows]
+        _replace(
+            scores, before, positions, lambda s, _: torch.where(s < 0, s * penalty, s / penalty)
+        )
     if sampling.presence_penalty or sampling.frequency_penalty:
         presence, frequency = (
             min(max(penalty, -LARGEST_BIAS), LARGEST_BIAS)

@@ -124,9 +124,9 @@ def _outputs(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> list[Ten
             ) from error
         if not isinstance(after, Tensor) or after.shape != scores.shape:
             got = tuple(after.shape) if isinstance(after, Tensor) else type(after).__name__
-            wanted = tuple(scores.shape)
+            shape = tuple(scores.shape)
             raise RequestError(
-                f"processor {name_of(processor)} must return scores of shape {wanted}, got {got}"
+                f"processor {name_of(processor)} must return scores of shape {shape}, got {got}"
             )
         outputs.append(after.float().clone())
     return outputs
@@ -137,11 +137,11 @@ def _append_best(ids: Tensor, scores: Tensor, eos: Collection[int]) -> Tensor:
 
     Returns the ids themselves if only an EOS may follow.
     """
-    allowed = scores[0].clone()
-    allowed[[token for token in eos if token < len(allowed)]] = -torch.inf
-    if not bool(allowed.amax().isfinite()):
+    best_scores = scores[0].clone()
+    best_scores[[token for token in eos if token < len(best_scores)]] = -torch.inf
+    if not bool(best_scores.amax().isfinite()):
         return ids
-    return torch.cat([ids, allowed.argmax().view(1, 1)], dim=1)
+    return torch.cat([ids, best_scores.argmax().view(1, 1)], dim=1)
 
 
 WINDOW = 1024
@@ -249,12 +249,12 @@ class GrammarRepetitionPenalty:
 
     def repetitions(self, tokens: Sequence[int]) -> list[Repetition]:
         """Returns the repetitions of tokens and of structure at the end, at most one each."""
-        found = []
+        repetitions = []
         length, times = repeated(tokens)
         if times:
-            found.append(Repetition(tokens[-length], times, False))
+            repetitions.append(Repetition(tokens[-length], times, False))
         structure = self._structure(tokens)
-        return found if structure is None else [*found, structure]
+        return repetitions if structure is None else [*repetitions, structure]
 
     def _structure(self, tokens: Sequence[int]) -> Repetition | None:
         """Returns the repetition of lines at the end of the tokens, blanks of a next line aside."""

@@ -151,8 +151,8 @@ def _truncate(
     some = scores.index_select(0, rows)
     if before is None:
         return probs.index_copy_(0, rows, _truncate(some, sampling, wider(width)))
-    kept = _nucleus(some, before.index_select(0, rows), sampling.top_p)
-    return probs.index_copy_(0, rows, _min_and_typical(kept, sampling, width))
+    nucleus = _nucleus(some, before.index_select(0, rows), sampling.top_p)
+    return probs.index_copy_(0, rows, _min_and_typical(nucleus, sampling, width))
 
 
 def _of_list(
@@ -166,19 +166,19 @@ def _of_list(
         peak: the highest probability [n, 1] of a softmax over the vocabulary; needed if top_p comes
             without top_k.
     """
-    kept = end = _keep_top_k(values, sampling.top_k) if sampling.top_k else values
+    scores = end = _keep_top_k(values, sampling.top_k) if sampling.top_k else values
     if sampling.top_p < 1:
         # The highest probability is 1 / the sum of exp(score - highest score).
-        kept = _keep_top_p(kept, None if peak is None else peak.reciprocal(), sampling.top_p)
-        end = end if sampling.top_k else kept
+        scores = _keep_top_p(scores, None if peak is None else peak.reciprocal(), sampling.top_p)
+        end = end if sampling.top_k else scores
     if sampling.min_p:
-        kept = _keep_min_p(kept, sampling.min_p)
+        scores = _keep_min_p(scores, sampling.min_p)
     if sampling.typical_p < 1:
-        probs = kept.softmax(-1)
-        kept = kept.masked_fill(
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(
             _typical(probs, sampling.typical_p, probs.shape[-1]) == 0, -torch.inf
         )
-    return kept.softmax(-1), _lowest(end)
+    return scores.softmax(-1), _lowest(end)
 
 
 def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
@@ -186,16 +186,16 @@ def _nucleus(scores: Tensor, probs: Tensor, top_p: float) -> Tensor:
 
     Equal scores are taken with the lower id first. Other tokens get 0.
     """
-    limit, taken = last_needed(
+    limit, tie_count = last_needed(
         scores, probs, top_p, scores.amax(-1, keepdim=True) + _needed_distance(probs, top_p)
     )
-    kept = weights_from(scores, limit, probs)
+    nucleus = weights_from(scores, limit, probs)
     ties = torch.eq(scores, limit, out=torch.empty_like(scores))
-    split = (row_sums(ties) > taken).squeeze(1).nonzero().squeeze(1)
+    split = (row_sums(ties) > tie_count).squeeze(1).nonzero().squeeze(1)
     if len(split):
         tied = ties[split] > 0
-        kept[split] *= ~tied | (tied.cumsum(-1) <= taken[split])
-    return kept.div_(row_sums(kept).to(kept.dtype))
+        nucleus[split] *= ~tied | (tied.cumsum(-1) <= tie_count[split])
+    return nucleus.div_(row_sums(nucleus).to(nucleus.dtype))
 
 
 def _needed_distance(probs: Tensor, mass: float) -> Tensor:
@@ -239,16 +239,16 @@ def _typical_limit(probs: Tensor, mass: float, width: int) -> tuple[Tensor, Tens
     nearness = logp.add_(entropy).abs_().neg_()
     nearest, ids, complete = largest(nearness, width)
     cumulative = probs.gather(-1, ids).cumsum(-1)
-    needed = (cumulative < mass).sum(-1, keepdim=True).clamp_(max=nearest.shape[-1] - 1)
+    place = (cumulative < mass).sum(-1, keepdim=True).clamp_(max=nearest.shape[-1] - 1)
     enough = (
-        torch.ones_like(needed[:, 0], dtype=torch.bool) if complete else cumulative[:, -1] >= mass
+        torch.ones_like(place[:, 0], dtype=torch.bool) if complete else cumulative[:, -1] >= mass
     )
-    return nearness, entropy, nearest.gather(-1, needed), enough
+    return nearness, entropy, nearest.gather(-1, place), enough
 
 
 def _kept_typical(probs: Tensor, nearness: Tensor, limit: Tensor) -> Tensor:
-    kept = weights_from(nearness, limit, probs)
-    return kept.div_(row_sums(kept).to(kept.dtype))
+    typical_probs = weights_from(nearness, limit, probs)
+    return typical_probs.div_(row_sums(typical_probs).to(typical_probs.dtype))
 
 
 def _lower_id_first(values: Tensor, ids: Tensor) -> Tensor:
@@ -264,9 +264,9 @@ def _in_order(values: Tensor, ids: Tensor) -> Tensor:
     )
 
 
-def _lowest(kept: Tensor) -> Tensor:
+def _lowest(scores: Tensor) -> Tensor:
     """Returns the lowest score of each row of a list [n, m] that is not -inf: [n]."""
-    return torch.where(kept == -torch.inf, torch.inf, kept).amin(-1)
+    return torch.where(scores == -torch.inf, torch.inf, scores).amin(-1)
 
 
 def _keep_top_k(values: Tensor, k: int) -> Tensor:

@@ -151,9 +151,9 @@ def race_uniforms(
         [rows, width, 1 + BUCKETS]: a uniform in [0, 1), then exponential variates > 0.
     """
     positions = np.asarray(firsts, dtype=np.int64)[:, None] + np.arange(width)
-    drawn = uniforms(np.asarray(seeds, dtype=np.int64)[:, None, None], positions[..., None], _RACE)
-    drawn[..., 1:] = -np.log1p(-np.maximum(drawn[..., 1:], 2.0**-54))
-    return drawn
+    draws = uniforms(np.asarray(seeds, dtype=np.int64)[:, None, None], positions[..., None], _RACE)
+    draws[..., 1:] = -np.log1p(-np.maximum(draws[..., 1:], 2.0**-54))
+    return draws
 
 
 def tree_uniforms(
@@ -259,32 +259,32 @@ class UniformsAhead:
 
     def _from_table(self, rows: Sequence[Row], width: int, by_round: bool) -> Tensor:
         places = [self._places.get(row.serial, NOWHERE) for row in rows]
-        used = _used(rows, places, by_round)
-        if max(used) > AHEAD - width:
+        counts = _used(rows, places, by_round)
+        if max(counts) > AHEAD - width:
             # Rows that need new positions soon are computed too, or each round would compute some.
             least = min(AHEAD - width + 1, AHEAD // 2)
-            wanted = [row for row, count in zip(rows, used, strict=True) if count >= least]
-            self._compute(wanted, rows, by_round)
+            stale = [row for row, count in zip(rows, counts, strict=True) if count >= least]
+            self._compute(stale, rows, by_round)
             places = [self._places[row.serial] for row in rows]
-            used = _used(rows, places, by_round)
-        starts = [AHEAD * place[0] + count for place, count in zip(places, used, strict=True)]
+            counts = _used(rows, places, by_round)
+        starts = [AHEAD * place[0] + count for place, count in zip(places, counts, strict=True)]
         return torch.from_numpy(self._table[np.add.outer(starts, np.arange(width))])
 
-    def _compute(self, wanted: Sequence[Row], rows: Sequence[Row], by_round: bool) -> None:
-        """Computes the next positions of the rows that are `wanted`.
+    def _compute(self, stale: Sequence[Row], rows: Sequence[Row], by_round: bool) -> None:
+        """Computes the next positions of the rows whose positions run out, `stale`.
 
         They take places of their own in the table, or the places of rows that have left.
         """
-        kept = {row.serial: self._places[row.serial] for row in rows if row.serial in self._places}
-        taken = {place[0] for place in kept.values()}
-        free = (place for place in range(len(rows)) if place not in taken)
-        places = [kept[row.serial][0] if row.serial in kept else next(free) for row in wanted]
-        firsts = [len(row.tokens) for row in wanted]
-        numbers_of_positions = self._next_positions(wanted, firsts, by_round)
-        behind = _behind(wanted, by_round)
-        self._places = kept | {
+        old = {row.serial: self._places[row.serial] for row in rows if row.serial in self._places}
+        occupied = {place[0] for place in old.values()}
+        free = (place for place in range(len(rows)) if place not in occupied)
+        places = [old[row.serial][0] if row.serial in old else next(free) for row in stale]
+        firsts = [len(row.tokens) for row in stale]
+        numbers_of_positions = self._next_positions(stale, firsts, by_round)
+        behind = _behind(stale, by_round)
+        self._places = old | {
             row.serial: place
-            for row, place in zip(wanted, zip(places, firsts, behind, strict=True), strict=True)
+            for row, place in zip(stale, zip(places, firsts, behind, strict=True), strict=True)
         }
         missing = AHEAD * (1 + max(place[0] for place in self._places.values())) - len(self._table)
         if missing > 0:

@@ -286,16 +286,16 @@ class Typical:
         # REPLACE first: TOKEN drew the draft of the same position.
         uniforms = tree.by_column(uniforms).flip(-1)
         samples = self.draw(p.flatten(0, 1), uniforms.flatten(0, 1)).view(p.shape[:2])
-        kept = plausible(_before(tree, p), tree.tokens, self.epsilon, self.delta)
+        mask = plausible(_before(tree, p), tree.tokens, self.epsilon, self.delta)
         if not tree.branches:
-            accepted = accepted_lengths(kept, tree.lengths)
+            accepted = accepted_lengths(mask, tree.lengths)
             drafts = p[:, : tree.m].gather(-1, tree.tokens[..., None]).squeeze(-1)
             along = torch.nn.functional.pad(drafts, (0, 1))
             token = samples.gather(1, accepted[:, None])
-            drawn = p[torch.arange(len(p), device=p.device), accepted].gather(1, token)
-            return Verdict(accepted, token.squeeze(1), along.scatter(1, accepted[:, None], drawn))
+            last = p[torch.arange(len(p), device=p.device), accepted].gather(1, token)
+            return Verdict(accepted, token.squeeze(1), along.scatter(1, accepted[:, None], last))
         paths = [
-            _longest(parents, own) for parents, own in zip(tree.parents, kept.tolist(), strict=True)
+            _longest(parents, own) for parents, own in zip(tree.parents, mask.tolist(), strict=True)
         ]
         return _along(tree, paths, samples, p)
 
@@ -312,11 +312,11 @@ def _before(tree: DraftTree, p: Tensor) -> Tensor:
     return p[torch.arange(len(columns), device=p.device)[:, None], index]
 
 
-def _longest(parents: Sequence[int], kept: Sequence[bool]) -> list[int]:
+def _longest(parents: Sequence[int], mask: Sequence[bool]) -> list[int]:
     """Returns the longest path of accepted nodes from the root; of several the first."""
     paths: dict[int, list[int]] = {-1: []}
     for node, parent in enumerate(parents):
-        if kept[node] and parent in paths:
+        if mask[node] and parent in paths:
             paths[node] = [*paths[parent], node]
     return max(paths.values(), key=len)
 

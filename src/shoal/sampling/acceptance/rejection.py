@@ -201,9 +201,9 @@ def accept_recursively(
     One uniform serves all draws: after a rejection it is uniform in [a, 1), a being the probability
     of acceptance, and is spread over [0, 1) again.
     """
-    chosen = torch.full_like(tokens[:, 0], -1)
+    choice = torch.full_like(tokens[:, 0], -1)
     for j, token in enumerate(tokens.unbind(dim=1)):
-        tried = (chosen < 0) & (token >= 0)
+        is_open = (choice < 0) & (token >= 0)
         x = token.clamp(min=0)[:, None]
         own = (
             q
@@ -211,13 +211,13 @@ def accept_recursively(
             else torch.where((j < sampled)[:, None], q, torch.zeros_like(q).scatter(1, x, 1.0))
         )
         p_x, q_x = p.gather(1, x).squeeze(1), own.gather(1, x).squeeze(1)
-        accepted = tried & acceptance_mask(p_x, q_x, uniforms)
-        chosen = torch.where(accepted, j, chosen)
-        rejected = tried & ~accepted
+        accepted = is_open & acceptance_mask(p_x, q_x, uniforms)
+        choice = torch.where(accepted, j, choice)
+        rejected = is_open & ~accepted
         uniforms = torch.where(rejected, _spread(uniforms, p_x.double() / q_x.double()), uniforms)
         p = torch.where(rejected[:, None], residual(p, own), p)
         q = torch.where(rejected[:, None], without(q, x), q)
-    return chosen, p
+    return choice, p
 
 
 def without(q: Tensor, tokens: Tensor) -> Tensor:
@@ -256,17 +256,17 @@ def accept_independent(
     count = (tokens >= 0).sum(dim=1)
     scale = gamma(p, q, count)
     share = torch.minimum(q.double(), p.double() / scale[:, None])  # accepted of one draw, by token
-    chosen = torch.full_like(tokens[:, 0], -1)
+    choice = torch.full_like(tokens[:, 0], -1)
     for j, token in enumerate(tokens.unbind(dim=1)):
-        tried = (chosen < 0) & (token >= 0)
+        is_open = (choice < 0) & (token >= 0)
         x = token.clamp(min=0)[:, None]
         p_x = p.gather(1, x).squeeze(1).double()
         passes = (p_x / (scale * q.gather(1, x).squeeze(1).double())).clamp(max=1)
         passes = torch.where(p_x >= 1, 1.0, passes)
-        accepted = tried & (uniforms < passes)
-        chosen = torch.where(accepted, j, chosen)
-        uniforms = torch.where(tried & ~accepted, _spread(uniforms, passes), uniforms)
-    return chosen, _rest(p, share, count)
+        accepted = is_open & (uniforms < passes)
+        choice = torch.where(accepted, j, choice)
+        uniforms = torch.where(is_open & ~accepted, _spread(uniforms, passes), uniforms)
+    return choice, _rest(p, share, count)
 
 
 def _rest(p: Tensor, share: Tensor, count: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def walk(
         columns = [paths[b][-1] + 1 if paths[b] else 0 for b in active]
         rows = torch.tensor(active, device=p.device)
         p_here = p[rows, torch.tensor(columns, device=p.device)]
-        chosen, rest = _choose(
+        picks, rest = _choose(
             tree,
             siblings,
             active,
@@ -64,20 +64,20 @@ def walk(
             choice=choice,
         )
         following = []
-        for place, (b, column, pick) in enumerate(zip(active, columns, chosen, strict=True)):
+        for place, (b, column, pick) in enumerate(zip(active, columns, picks, strict=True)):
             if pick >= 0:
                 node = siblings.draws[b][column][pick]
                 paths[b].append(node)
                 probs[b].append(p_here[place, tree.drafts[b][node]])
                 following.append(b)
-        ended = [place for place, pick in enumerate(chosen) if pick < 0]
-        if ended:
-            own = torch.tensor(ended, device=p.device)
-            drafted = [bool(siblings.draws[active[place]][columns[place]]) for place in ended]
+        leaves = [place for place, pick in enumerate(picks) if pick < 0]
+        if leaves:
+            own = torch.tensor(leaves, device=p.device)
+            drafted = [bool(siblings.draws[active[place]][columns[place]]) for place in leaves]
             kinds = torch.tensor([2 if was else 0 for was in drafted], device=p.device)
-            drawn = draw(rest[own], uniforms[rows[own], depth, kinds])
-            token[rows[own]] = drawn
-            prob[rows[own]] = p_here[own, drawn]
+            last_tokens = draw(rest[own], uniforms[rows[own], depth, kinds])
+            token[rows[own]] = last_tokens
+            prob[rows[own]] = p_here[own, last_tokens]
         active, depth = following, depth + 1
     return _verdict(paths, token, prob, probs)
 
@@ -95,14 +95,14 @@ def _choose(
 
     Also returns the weights of the token that follows if none is accepted.
     """
-    chosen, rest = [-1] * len(rows), p
+    picks, rest = [-1] * len(rows), p
     places = [
         place
         for place, (b, column) in enumerate(zip(rows, columns, strict=True))
         if siblings.draws[b][column]
     ]
     if not places:
-        return chosen, rest
+        return picks, rest
     draws = [
         [tree.drafts[rows[i]][node] for node in siblings.draws[rows[i]][columns[i]]] for i in places
     ]
@@ -112,15 +112,15 @@ def _choose(
     contexts = torch.tensor(
         [siblings.contexts[rows[i]][columns[i]] for i in places], device=p.device
     )
-    known = [p[index], siblings.q[contexts].to(p.dtype), tokens, uniforms[index]]
+    arguments = [p[index], siblings.q[contexts].to(p.dtype), tokens, uniforms[index]]
     if siblings.sampled is not None:
-        known.append(
+        arguments.append(
             torch.tensor([siblings.sampled[rows[i]][columns[i]] for i in places], device=p.device)
         )
-    picked, left = choice(*known)
+    picked, left = choice(*arguments)
     for place, pick in zip(places, picked.tolist(), strict=True):
-        chosen[place] = pick
-    return chosen, p.index_copy(0, index, left)
+        picks[place] = pick
+    return picks, p.index_copy(0, index, left)
 
 
 def _verdict(

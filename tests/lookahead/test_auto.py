@@ -895,6 +895,14 @@ def test_a_plan_must_bring_back_the_prompts_it_needs(remaining: int) -> None:
         assert (max(lengths) > 1) == (controller is cheap)
 
 
+def test_prompts_beyond_the_longest_seen_cost_in_proportion() -> None:
+    """A pass of a target costs as much as the largest one seen, so that larger ones are tried; a prompt takes many passes."""
+    costs = PairCosts(packed=True)
+    costs.preparing.observe(40, 2.0)
+    assert [costs.seconds_preparing(tokens) for tokens in (20, 40, 400)] == pytest.approx([1.0, 2.0, 20.0], rel=0.1)
+    assert costs.preparing.seconds(400) == costs.preparing.seconds(40)
+
+
 def test_plans_grow_by_doubling_what_was_seen() -> None:
     """Nothing is known of passes beyond: the first plans of a pair must not be its dearest rounds."""
     survival = np.full((8, 16), 0.9).cumprod(axis=1)

@@ -235,6 +235,11 @@ Q = "model.layers.1.self_attn.q_proj"
     ("layout", "change", "reason"),
     [
         (7, lambda t: t[f"{Q}.g_idx"].copy_(t[f"{Q}.g_idx"].flip(0).clone()), f"of its {Q} .*act-order"),
+        (
+            0,
+            lambda t: t.update({f"{Q}.weight_g_idx": torch.arange(int(t[f"{Q}.weight_shape"][1])).flip(0).int() // 32}),
+            f"of its {Q} .*act-order",
+        ),
         (6, lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:, :8].clone()}), f"of its {Q} the weights are .* scales"),
         (6, lambda t: t.pop(f"{Q}.qzeros"), f"of its {Q} the tensors are not all there"),
         (10, lambda t: t.pop(f"{Q}.qzeros"), f"of its {Q} the tensors are not all there"),

@@ -101,6 +101,16 @@ def test_the_kernel_and_tensors_decide_alike(batch: str, rule: str, monkeypatch:
     assert any(0 < int(a.accepted.sum()) < 20 for a in by_kernel)
 
 
+@needs_kernels
+def test_a_fault_is_noted_where_its_row_comes_to_it() -> None:
+    """Not before, where the row's tokens are right, and not in other rows."""
+    tree, found, uniforms = asked(0, BATCHES["sampled"])
+    found.logits[0, 2] = torch.nan
+    verdict = RULES["rejection"]().decide(tree, found, 0 * uniforms)  # all drafts pass
+    assert verdict.accepted[:2].tolist() == [2, int(tree.lengths[1])]
+    assert {row.index: [*columns] for row, columns in found.faults.items()} == {0: [2]}
+
+
 def test_the_probabilities_of_a_verdict_are_those_of_its_tokens() -> None:
     for rule in RULES:
         for seed in range(5):

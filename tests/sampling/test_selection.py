@@ -81,6 +81,15 @@ def test_a_row_is_truncated_as_if_it_were_alone(sampling: Sampling, spread: floa
     assert torch.equal(truncated_softmax(scores, sampling), together)
 
 
+def test_typical_p_may_need_the_most_probable_tokens_last() -> None:
+    """Where more tokens than are looked at first are nearer to the entropy, and hold too little."""
+    probs = torch.full((1, 4096), 0.8 / 4092, dtype=torch.float64)
+    probs[0, :4] = torch.tensor([0.06, 0.055, 0.045, 0.04])
+    expected = probs / 0.94
+    expected[0, 0] = 0  # the others hold 0.94, and without the second 0.885
+    torch.testing.assert_close(truncated_softmax(probs.log(), Sampling(typical_p=0.9)), expected)
+
+
 def test_no_vocabulary_is_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     sorted_lengths = []
     real = Tensor.sort

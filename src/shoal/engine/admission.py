@@ -60,7 +60,6 @@ class PrefixStore:
         Returns the same store if the prompt is better copied.
 
         Args:
-            group: the group.
             rows: the rows of the group that may run at once.
             length: the tokens of its prompt that are stored, all but the last.
             drafted: True if the drafter's cache stores them, too.
@@ -97,11 +96,9 @@ class Prefixes(Protocol):
 
         The prompt's last token does not count.
         """
-        raise NotImplementedError
 
     def promise(self, row: Row, other: Row) -> int:
         """Returns how many tokens will be kept once the other row has had a round."""
-        raise NotImplementedError
 
 
 Fits = Callable[[Sequence[Row], int, Mapping[int, Prefix]], bool]
@@ -163,7 +160,6 @@ def decide(
     """Returns the decision about a row that asks for a slot.
 
     Args:
-        row: the row.
         state: the content of the caches.
         budget: the prompt tokens that may still be computed in this round.
         capacity: the most rows in slots.
@@ -325,7 +321,6 @@ class SlotRows:
         """Takes a row out of its slot if it has one, and gives up a prompt that nobody needs.
 
         Args:
-            row: the row.
             is_last: True if no other row of its group waits or runs.
         """
         if row in self:

@@ -73,7 +73,6 @@ class BatchSize(Protocol):
             seconds_per_token: the smallest time budget of a row, divided by the tokens that it may
                 get; infinity without time budgets.
         """
-        ...
 
     def learn(self, rows: int, committed: int, seconds: float) -> None:
         """Learns from a round.
@@ -83,7 +82,6 @@ class BatchSize(Protocol):
             committed: the number of committed tokens.
             seconds: the time of the round, without prompts.
         """
-        ...
 
 
 class FixedBatchSize:

@@ -39,7 +39,6 @@ def commit(
     end of every row that ends in it.
 
     Args:
-        rows: the rows.
         tree: the drafts of the round.
         scores: the target's scores of the drafts.
         verdict: the verdict of the rule.
@@ -231,7 +230,6 @@ def visible_text(row: Row, sample: Sample | None) -> str:
     a copy of another or begin again is shown once it has ended.
 
     Args:
-        row: the row.
         sample: the row's sample, if it has ended.
     """
     request = row.request
@@ -246,7 +244,6 @@ def finish(row: Row, now: float) -> Sample:
     Its text and tokens are cut at the beginning of the stop string.
 
     Args:
-        row: the row.
         now: the seconds at the end of the round, by the clock of the row's deadline.
     """
     text, kept = "", row.new_tokens

@@ -70,7 +70,6 @@ class Detokenizer:
     these tokens out; cuts are counted in characters of the text without them.
 
     Args:
-        tokenizer: the tokenizer.
         prompt: the prompt's ids.
         stops: the stop strings.
         visible_from: the number of characters of the new text that the user has already.
@@ -332,7 +331,6 @@ def characters(
     """Returns how many characters tokens add to a prompt, without an incomplete last one.
 
     Args:
-        tokenizer: the tokenizer.
         prompt: the prompt's ids.
         tokens: the tokens that follow.
         shown: see `Detokenizer`.

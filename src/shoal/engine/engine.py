@@ -208,7 +208,6 @@ class Engine:
         """Queues a request's rows, which join the batch as slots fall free, also while others run.
 
         Args:
-            request: the request.
             stream: True if commits carry text as it grows.
 
         Raises:
@@ -223,7 +222,6 @@ class Engine:
         second.
 
         Args:
-            requests: the requests.
             stream: True if commits carry text as it grows.
 
         Raises:

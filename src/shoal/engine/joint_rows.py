@@ -192,7 +192,6 @@ def _log_weight(row: Row, left: float, behind: int) -> float:
     """Returns the natural log of the weight of a row.
 
     Args:
-        row: the row.
         left: the share of all texts that have not been drawn before.
         behind: the number of rows that draw after it.
     """

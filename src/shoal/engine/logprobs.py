@@ -66,7 +66,6 @@ def logprobs_of(
     """Returns the log-probabilities of each row's block, before the round is committed.
 
     Args:
-        rows: the rows.
         blocks: the tokens of each row.
         columns: for each token, the column of the pass that predicts it.
         scores: the target's scores.

@@ -153,7 +153,6 @@ class Memory:
         """Returns True if there is memory for these rows.
 
         Args:
-            rows: the rows.
             slots: the number of slots.
             prefixes: the prompts in the prefix store, by group.
         """
@@ -231,7 +230,6 @@ class Memory:
         they get room to spare: a cache that grows by one row is copied as a whole.
 
         Args:
-            round_: the round.
             idle: True to give all room back that the round does not need.
 
         Raises:
@@ -338,7 +336,6 @@ def memory_of(
     """Returns the memory of an engine's caches, once the drafter is attached to the target.
 
     Args:
-        target: the target.
         drafter: the drafter; None = there is none.
         guides: the guide of rows with guidance, and the expert.
         limit: the longest draft.

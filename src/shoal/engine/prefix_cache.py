@@ -203,7 +203,6 @@ def prefill(
 
     Args:
         target: the target, with the engine's cache.
-        round_: the round.
         hidden: receives the hidden states of each of the round's chunks, [tokens, features], if the
             target keeps any.
         kept: the store of the tokens that admissions restore.

@@ -139,7 +139,6 @@ class Batch:
         A row that was paused is left out: the drafter knows it and its prompt already.
 
         Args:
-            chunks: the chunks.
             hidden: the target's hidden states of each chunk, if it keeps any.
             drafting: True if the drafter computes long prompts along with the target.
         """
@@ -209,7 +208,6 @@ class Batch:
         Args:
             row: a row that runs or is held.
             first: a row of its group as they all began, which itself never runs.
-            seed: the seed.
         """
         if row.held_at is None:
             self.hold([row])

@@ -42,8 +42,6 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         """Queues the requests in an engine.
 
         Args:
-            engine: the engine.
-            requests: the requests.
             text: True if increments carry text as it grows.
             executor: has the one thread that computes the rounds of `async for`; None = the event
                 loop's own.
@@ -184,7 +182,6 @@ def _follow(increments: Iterable[Increment], rows: int, most: int) -> None:
     The bar is shown in a terminal or a notebook only.
 
     Args:
-        increments: the increments.
         rows: the number of rows.
         most: the new tokens that each row may have; a row that ends earlier counts as complete.
     """

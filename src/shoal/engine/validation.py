@@ -176,7 +176,6 @@ class RequestValidator:
         """Returns the request's n rows, which are a group.
 
         Args:
-            request: the request.
             needs_text: True if their text is needed as it grows.
 
         Raises:

@@ -30,7 +30,6 @@ class Lookahead(Protocol):
 
     def next_length(self) -> int:
         """Returns the draft length of the coming round; 0 = plain decoding."""
-        ...
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learns from a round.
@@ -39,7 +38,6 @@ class Lookahead(Protocol):
             drafted: the number of tokens that each row was asked to draft.
             accepted: the number of tokens accepted of them, without replacement and bonus.
         """
-        ...
 
 
 class Controller(ABC):

@@ -61,7 +61,6 @@ class Choices(Protocol):
 
     def use(self, choice: int) -> None:
         """Sets the choice that drafts in the next rounds."""
-        ...
 
 
 class AutoChoice(Controller):

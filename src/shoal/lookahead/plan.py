@@ -132,21 +132,17 @@ class DraftPlan(Protocol):
     @property
     def rate(self) -> float:
         """The expected committed tokens per second."""
-        ...
 
     @property
     def longest(self) -> int:
         """The longest draft of a row."""
-        ...
 
     @property
     def weights(self) -> Sequence[float] | None:
         """The weight of a committed token of each row; None = all count alike."""
-        ...
 
     def keep(self, places: Sequence[int]) -> None:
         """Keeps only these rows, in this order."""
-        ...
 
 
 @dataclass(frozen=True)

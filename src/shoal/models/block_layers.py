@@ -125,7 +125,6 @@ class BlockHeads(nn.Module):
         Args:
             features: the target's hidden states, [rows, q, features].
             positions: [rows, q].
-            cache: the cache.
         """
         states = self.hidden_norm(self.fc(features))
         rotary = self.rotary(states, positions)

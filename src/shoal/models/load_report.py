@@ -122,7 +122,6 @@ def load_report(
     The value of "draft" is None without a drafter; there is no "guide" or "expert" without one.
 
     Args:
-        target: the target.
         draft: the draft model; None = there is none.
         drafter: the name and the options of a drafter that is not a model.
         guides: the guide and the expert, by role; None = there is none.

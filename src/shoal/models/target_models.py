@@ -313,7 +313,6 @@ def load_assistant(directory: Path, hf: Any, name: str) -> Any:
     """Loads the assistant in a directory, in its target's number format.
 
     Args:
-        directory: the directory.
         hf: the target.
         name: the target's name, for errors.
 
@@ -358,8 +357,6 @@ def _require_fit(directory: Path, config: Any, target: Any, name: str) -> None:
     """Raises PairMismatch if an assistant is that of another target.
 
     Args:
-        directory: its directory.
-        config: its config.
         target: the config of the target's text half.
         name: the target's name.
     """

@@ -83,7 +83,6 @@ class ClassOdds:
         """Adds a round's tokens to the odds of a row.
 
         Args:
-            row: the row.
             columns: the columns that predict its committed tokens.
             token: the last of these tokens.
         """

@@ -334,7 +334,6 @@ class PlainRun(NamedTuple):
     """The draws of a run, by row and round.
 
     Attributes:
-        tokens: the tokens.
         raw: the natural logs of the tokens' probabilities by the logits alone.
         processed: the natural logs of the tokens' probabilities under p.
     """

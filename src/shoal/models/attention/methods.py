@@ -198,7 +198,6 @@ def method_named(name: str, masked: str = "") -> Method:
     """Returns the method of a name.
 
     Args:
-        name: the name.
         masked: the name of a model that attends by its own code under a mask; "" for others.
 
     Raises:

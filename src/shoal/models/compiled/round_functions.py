@@ -262,7 +262,6 @@ class NextRound:
 
     Args:
         functions: the functions of both rounds, and their buffers.
-        target: the target.
         drafter: None for plain decoding, k = 0.
     """
 

@@ -94,7 +94,6 @@ class GgufModel(nn.Module):
         device: "auto" for the devices that this build of llama.cpp has, or "cpu".
 
     Attributes:
-        file: the file.
         asked_device: the device.
         handle: llama.cpp's pointer to the model.
         vocab: llama.cpp's pointer to the model's vocabulary.

@@ -302,9 +302,6 @@ def _counted(tensor: Tensor) -> tuple[int, int]:
 class Updates:
     """A count of a target's updates that the weights of its drafter have not followed.
 
-    Args:
-        target: the target.
-
     Attributes:
         behind: the number of questions that found another target since the drafter's own weights
             were written last.
@@ -317,7 +314,6 @@ class Updates:
         """Counts an update if there was one since the last question, and returns `behind`.
 
         Args:
-            target: the target.
             own: the drafter's weights; those that are the target's follow it and do not count.
         """
         version = Version() if own is None else writes(own, {id(one) for one in tensors(target)})

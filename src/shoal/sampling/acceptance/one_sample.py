@@ -55,7 +55,6 @@ class Rule(Protocol):
         Args:
             rounds: see `shoal.sampling.uniforms.round_uniforms`.
         """
-        ...
 
     def draw(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """Draws one token per row, [rows] int64. Greedy rows give the token of weight 1.
@@ -64,7 +63,6 @@ class Rule(Protocol):
             weights: [rows, vocab].
             uniforms: the uniforms of one position, [rows, ...].
         """
-        ...
 
     def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
         """Decides on a draft tree.
@@ -72,7 +70,6 @@ class Rule(Protocol):
         Args:
             uniforms: by position, [rows, depth of the tree + 1, ...].
         """
-        ...
 
 
 @runtime_checkable
@@ -107,7 +104,6 @@ class ChainRule(Protocol):
             uniforms: by position, [rows, k + 1, ...].
             sampler: a sampler with the results of `draw`, by kernels of a GPU; None for `draw`.
         """
-        ...
 
 
 def decides_chains(rule: Rule) -> bool:

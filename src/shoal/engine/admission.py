@@ -3,7 +3,8 @@
 Pure Python. A decision is made on data that does not change, and the scheduler carries it out.
 `decide` tries several states of the caches, from the one that keeps most prompts to the one that
 keeps fewest. For each it finds the row's prompt, chooses a slot, and asks if there is memory for
-the row. `SlotRows` are the caches as they are: the scheduler changes them by its decisions.
+the row. `SlotRows` is the present state of the caches, which the scheduler changes by its
+decisions.
 
 A prompt may be stored once for all rows of its group (`PrefixStore` has its place). m_c tokens of
 prompt and n rows of m_d new tokens then take m_c + n * m_d token slots instead of n * (m_c + m_d);
@@ -226,7 +227,7 @@ def choose_slot(
 
 
 def _with_prompt(row: Row, origin: PromptOrigin, store: PrefixStore, capacity: int) -> PrefixStore:
-    """Returns the store with the row's prompt, if it is computed and better stored than copied.
+    """Returns the store with the row's prompt if the prompt is computed and sharing it pays.
 
     The tokens of a row that was paused are not stored: no other row has them.
     """
@@ -318,7 +319,7 @@ class SlotRows:
         self.filled = chunk.stop
 
     def leave(self, row: Row, is_last: bool) -> None:
-        """Takes a row out of its slot if it has one, and gives up a prompt that nobody needs.
+        """Takes a row out of its slot if it has one, and gives up a prompt that no row needs.
 
         Args:
             is_last: True if no other row of its group waits or runs.

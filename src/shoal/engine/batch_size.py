@@ -98,7 +98,7 @@ class FixedBatchSize:
         return self.most
 
     def learn(self, rows: int, committed: int, seconds: float) -> None:
-        """Does nothing: the number is fixed."""
+        """Learns nothing: the number of rows is fixed."""
 
 
 class RoundCosts(CostCurve):
@@ -116,9 +116,9 @@ class AutoBatchSize:
 
     It keeps its estimates between engines. The cost of a size is the time in which each of its rows
     gets one token: the time of a round, divided by the mean number of tokens per row. So plain and
-    speculative rounds are compared by their tokens, with the draft lengths that were right for so
-    many rows. This object decides the rows, slowly; the draft length controller then decides the
-    lengths for these rows, in every round. Neither waits for the other.
+    speculative rounds are compared by their tokens, with the draft lengths that were right for that
+    number of rows. This object decides the rows, slowly; the draft length controller then decides
+    the lengths for these rows, in every round. Neither waits for the other.
 
     Sizes are FIRST, 2 FIRST, 4 FIRST, ... `MOST`. While rows wait:
 
@@ -126,10 +126,11 @@ class AutoBatchSize:
       grows from FIRST at first.
     - Then the smallest size is right whose tokens per second are within `GAIN` of the best. If that
       is the largest that was tried, the next one is tried.
-    - Another size that was tried is taken only when `CHANGE_ROUNDS` rounds of this one in a row
-      speak for it; a smaller one as rows end: no row ever loses its slot. A slow round counts at
-      most `MOST_RISE` times its estimate, and is forgotten by then. Estimates of sizes that are no
-      longer used are forgotten (`shoal.lookahead.costs.CostCurve`): they are then tried again.
+    - The size changes to another tried size only after `CHANGE_ROUNDS` rounds in a row in which the
+      other size is better. It becomes smaller only as rows end: no row ever loses its slot. A slow
+      round counts at most `MOST_RISE` times its estimate, and is forgotten by then. Estimates of
+      sizes that are no longer used are forgotten (`shoal.lookahead.costs.CostCurve`): they are then
+      tried again.
     - If the number of rows is no multiple of the size, they form equal batches of up to twice the
       size, as far as their cost is no worse: 24 rows at size 16 run at once, as 16 and then 8 would
       take longer.

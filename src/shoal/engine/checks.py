@@ -31,9 +31,9 @@ States = list[tuple[Any, Any]]
 def apply_checks(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
     """Returns the verdict after the rows' checks.
 
-    Each row's path is cut before the first token that one of its checks refuses, and another token
-    takes its place. The tokens are distributed as in `shoal.constraints.protocol`. If no token
-    passes, the column counts as a fault of the row.
+    A row's path is cut before the first token that a check of the row refuses. Another token, which
+    all checks pass, takes the place of that token. The tokens are distributed as in
+    `shoal.constraints.protocol`. If no token passes, the column counts as a fault of the row.
     """
     rows = scores.positions.rows
     if not any(map(attrgetter("checks"), rows)):

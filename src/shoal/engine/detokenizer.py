@@ -65,8 +65,8 @@ class MarkedText:
 class Detokenizer:
     """The text of one row, which grows token by token.
 
-    Text is decoded without special tokens, those of `shown` excepted. Stop strings that contain a
-    special token which the text does not show are searched for in the *marked* text, which spells
+    Text is decoded without special tokens, except the tokens of `shown`. Stop strings that contain
+    a special token which the text does not show are searched for in the *marked* text, which spells
     these tokens out; cuts are counted in characters of the text without them.
 
     Args:
@@ -205,8 +205,8 @@ class Detokenizer:
     def _flush(self, known: str, grown: str) -> bool:
         """Adds the text of bytes that can no longer become a character; False if there are none.
 
-        The last ones wait: they may be the beginning of one. Byte fallback writes whole characters
-        too as bytes that are none, where they are of the same run.
+        The last ones wait: they may be the beginning of one. Byte fallback also writes whole
+        characters as replacement characters if they are in one run with invalid bytes.
         """
         last = len(self._ids) - LONGEST
         for cut in range(last + 1, last - LONGEST, -1):

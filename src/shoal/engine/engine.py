@@ -60,7 +60,7 @@ class Computed(NamedTuple):
     Attributes:
         tree: the drafts.
         scores: the target's scores of them; without logits for several rounds.
-        verdict: the decision of the rule; for several rounds that of the last one.
+        verdict: the decision of the rule; for several rounds the decision of the last round.
         commits: the commits of the rows.
         rounds: the number of rounds.
     """
@@ -92,7 +92,7 @@ class EngineSettings:
             (`shoal.engine.waiting`); None = first come, first served.
         guide: the second model of rows with guidance (`shoal.engine.guide`); None = such rows are
             refused.
-        expert: the model that they are led towards; None = the target.
+        expert: the model that guided rows are led towards; None = the target.
         clock: returns seconds, on the clock of the requests' submission; None =
             `time.perf_counter`.
     """

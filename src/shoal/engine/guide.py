@@ -135,8 +135,8 @@ class Guide:
     def prepare(self, chunks: Iterable[PrefillChunk]) -> None:
         """Keeps pace with the target, which has computed these chunks of prompts.
 
-        A row that was paused is left out: its tokens are computed together when it is back. So is a
-        prompt of the model's own: it is computed when its row begins.
+        A row that was paused is left out: its tokens are computed together when it is back. A
+        prompt of the model's own is left out as well: it is computed when its row begins.
         """
         own = [chunk for chunk in chunks if self._as_read(chunk.row) is chunk.row]
         self.slots.keep_pace(

@@ -115,7 +115,7 @@ def systematic(logs: Sequence[float], uniform: float) -> list[int]:
 
     Args:
         logs: the natural logs of the weights; not all -inf.
-        uniform: a number in [0, 1), by which all draws are made.
+        uniform: the number in [0, 1) that makes all draws.
     """
     mean = log_mean(logs)
     sums = [0.0, *accumulate(math.exp(each - mean) for each in logs)]
@@ -156,7 +156,7 @@ class Distinct:
             self._draws[first.beginning.trie] = _Draws(list(rows), first)
 
     def with_joint_draws(self, commits: list[Commit]) -> list[Commit]:
-        """Returns commits, and after them those of rows whose text is drawn now.
+        """Returns commits, followed by the commits of rows whose text is drawn now.
 
         Args:
             commits: the commits of a round, or of rows that were cut.

@@ -92,7 +92,8 @@ def logprobs_of(
 def _ends(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[float]:
     """Returns the natural log of the probability of the row's EOS tokens at its columns.
 
-    The probability is that of the logits alone. The list is empty unless a check may cut the row.
+    The probability is computed from the logits alone. The list is empty unless a check may cut the
+    row.
     """
     if row.cutting is None or not columns:
         return []
@@ -107,9 +108,10 @@ def _weights(
 
     A weight is the probability under p, without the row's constraints, of the tokens that the
     constraints allow, at each token of the block for which they hold. Both lists are empty unless
-    the row's request asks for weights. Under estimates, the weights are those that the estimates
-    leave. Where texts are drawn without replacement, they are not, and the values are those of p
-    given that each token is allowed, of all tokens.
+    the row's request asks for weights. Under estimates, the weights are the rest that the estimates
+    do not account for. If texts are drawn without replacement, estimates do not change the weights,
+    and the values are probabilities under p, given that each token is allowed, of all tokens of the
+    block.
     """
     distinct = row.request.distinct
     count = (

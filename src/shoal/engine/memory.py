@@ -113,8 +113,9 @@ class Memory:
     def draft_context(self, request: Request) -> int:
         """Returns the most tokens of a row of the request that the drafter reads.
 
-        They are at most its context, and at most as many as fit beside the target's keys and values
-        of one such row. The target alone decides if the row is served and where it ends.
+        The number is limited by the drafter's context, and by the memory that the target's keys and
+        values of one such row leave. The target alone decides if the row is served and where it
+        ends.
         """
         context = min((drafter.context for drafter in self.models[1:]), default=sys.maxsize)
         if self._most is None or (len(self.models) == 1 and self._keeps == Keeps()):

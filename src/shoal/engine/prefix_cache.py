@@ -100,7 +100,8 @@ class PrefixMemory:
 class PrefixCache:
     """The kept prefixes that the target of one engine uses.
 
-    A draft model keeps as many tokens for itself (`shoal.drafting.draft_slots`).
+    A draft model keeps up to the same number of tokens in a memory of its own
+    (`shoal.drafting.draft_slots`).
 
     Args:
         target: the model.
@@ -139,7 +140,7 @@ class PrefixCache:
     def promise(self, row: Row, other: Row) -> int:
         """Returns how many tokens will be kept once another row has had a round.
 
-        They are tokens at the beginning of the row's prompt.
+        The tokens are the first tokens of the row's prompt.
         """
         if row.request.owner != other.request.owner:
             return 0
@@ -150,7 +151,7 @@ class PrefixCache:
     def restore(self, row: Row, count: int) -> None:
         """Copies the first `count` tokens of the row's prompt to its place in the cache.
 
-        `known` found them in this round.
+        `kept_length` returned the number in this round.
         """
         self._kept.load(self._cache, row.request.owner, row.tokens[:count], row.slot, row.prefix)
 
@@ -162,7 +163,7 @@ class PrefixCache:
         """Keeps tokens with which later rows may begin.
 
         Args:
-            commits: those of rows that have just had a round, or several, without a fault.
+            commits: the commits of rows that have just had one or more rounds without a fault.
         """
         for row, new in ((done.row, len(done.tokens)) for done in commits):
             if row.finish_reason and row.request.n == 1:

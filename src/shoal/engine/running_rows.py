@@ -38,7 +38,7 @@ class Batch:
 
     Attributes:
         drafter_name: the name of the drafter in counts; "" without one.
-        plain: knows of which rows nothing but tokens and their probabilities is read.
+        plain: tells the rows of which only tokens and their probabilities are read.
     """
 
     def __init__(

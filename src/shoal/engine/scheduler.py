@@ -61,8 +61,8 @@ class Scheduler:
             `shoal.engine.admission`.
         chunk: the most prompt tokens computed before a round while rows run or any row has a
             deadline.
-        fits: called before a row is admitted. A row that would be the only one in a slot is
-            admitted whatever it returns, unless `memory_reserved`.
+        fits: called before a row is admitted. If no other row is in a slot, a row is admitted even
+            if it returns False, unless `memory_reserved`.
         memory_reserved: True if memory is taken beside the rows, so that even a single row may have
             to wait.
         kept: the prefixes of earlier rows (`shoal.engine.prefix_cache`); None = there are none.

@@ -1,4 +1,4 @@
-"""The stop strings of a row, and the parts of its text in which they end nothing."""
+"""The stop strings of a row, and the parts of its text in which stop strings have no effect."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Stops:
 
     Attributes:
         texts: the strings.
-        least: the number of tokens before which they end nothing.
+        least: the number of first tokens within which no stop string has an effect.
         unstopped: see `shoal.types.requests.Request`.
-        shown: those of the strings that the text shows.
+        shown: the strings that stay in the text.
     """
 
     texts: Sequence[str] = ()
@@ -79,7 +79,7 @@ class Passage:
 
 
 class Passages:
-    """The parts of one text in which stop strings end nothing; see `Stops`."""
+    """The parts of one text in which stop strings have no effect; see `Stops`."""
 
     def __init__(self, stops: Stops) -> None:
         self._parts = [Passage(*marks) for marks in stops.unstopped]
@@ -96,7 +96,7 @@ class Passages:
 
 
 class RowStops:
-    """The stop strings of a row, and the parts of its texts in which they end nothing.
+    """The stop strings of a row, and the parts of its texts in which stop strings have no effect.
 
     Args:
         stops: the stop strings.

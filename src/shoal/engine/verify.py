@@ -124,7 +124,8 @@ class Stages:
         self._gathered = True  # if rows could join before this round
 
     def gather(self, ended: list[Commit]) -> Sequence[Row]:
-        """Returns the rows of this round; those of a round that was launched ahead, if one was.
+        """Returns the rows of this round. If the round was launched ahead, they are the rows of
+        that launch.
 
         Args:
             ended: receives rows that end, see `Batch.gather`.
@@ -153,8 +154,9 @@ class Stages:
         """Drafts, verifies and accepts.
 
         If the rows' settings allow it, this is one captured round; otherwise it is one stage after
-        the other. The stages take rows that lie side by side: those of a round that was launched
-        ahead may not, and change their order then (`Scores.positions`).
+        the other. The stages take rows in adjacent slots. Rows of a round that was launched ahead
+        may have gaps between their slots; closing the gaps changes their order
+        (`Scores.positions`).
         """
         decided = None
         if not max(lengths) or self._lookahead.shorten is None:
@@ -210,9 +212,9 @@ class Stages:
     def _goes_on(self, rows: Sequence[Row]) -> bool:
         """Returns True if the next round may be launched before the verdict of this one is known.
 
-        No row must join the next round, so that its rows are those of this one without those that
-        end. While rows wait for free slots, a round that was launched ahead is followed by one that
-        is not, which lets them join.
+        No row must join the next round: its rows are the rows of this round that do not end. While
+        rows wait for free slots, a round that was launched ahead is followed by one that is not,
+        which lets them join.
         """
         scheduler = self._batch.scheduler
         if self._target.captures is None or self._batch.guides or scheduler.slots.filling:
@@ -253,8 +255,8 @@ def verify(
         target: the target, with the engine's cache.
         rows: the rows of the round.
         tree: the drafts of the round.
-        guides: the guide of rows with guidance, and the expert, if there is one; the scores of such
-            rows are those of the guided target.
+        guides: the guide of rows with guidance, and the expert, if there is one; rows with guidance
+            get the scores of the guided target.
         feed: appends a block to slots, and returns its logits; None = by the target.
     """
     block = _block(target, rows, tree)

@@ -236,8 +236,8 @@ class Fairness:
     """The counters of the calls that have rows.
 
     Args:
-        quantum: the lead of a counter over that of a waiting call before a row pauses, in tokens at
-            weight 1; None = first come, first served, and no row pauses.
+        quantum: the lead of a counter over a waiting call's counter before a row pauses, in tokens
+            at weight 1; None = first come, first served, and no row pauses.
     """
 
     def __init__(self, quantum: int | None = None) -> None:
@@ -275,9 +275,8 @@ class Fairness:
     def to_pause(self, running: Sequence[Row], waiting: Iterable[int]) -> Row | None:
         """Returns the row that is to give its slot to a row of another call; None = no row.
 
-        It belongs to the call that is furthest ahead. It is the row with the fewest tokens, and the
-        last one of several. Rows that depend on others of their request
-        do not pause.
+        It belongs to the call that is furthest ahead. It is the row with the fewest tokens; among
+        equals the last row. Rows that depend on others of their request do not pause.
 
         Args:
             running: the rows that run.

@@ -84,10 +84,10 @@ class Controller(ABC):
 
     @property
     def steady(self) -> bool:
-        """True if the next round has the lengths of this one, whatever comes of it.
+        """True if the next round has the lengths of this round, for any outcome of this round.
 
         Rows may end, and limits of rows may make lengths shorter. The engine may then launch the
-        next round before this one is over, and asks `repeat` for its lengths.
+        next round before this round is over, and asks `repeat` for the lengths.
         """
         return False
 

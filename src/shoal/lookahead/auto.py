@@ -66,8 +66,8 @@ FEW = 8
 TOGETHER = 8
 """The number of plain rounds that are computed to learn the cost of one.
 
-It is that of plain decoding (`shoal.engine.multi_step.MOST_ROUNDS`): each of fewer rounds in one go
-costs more, and drafts would be compared with plain decoding that is slower than it is.
+Plain decoding computes the same number (`shoal.engine.multi_step.MOST_ROUNDS`). Each of fewer
+rounds in one go costs more, so drafts would be compared with too slow a plain decoding.
 """
 
 
@@ -146,7 +146,7 @@ class Auto(Controller):
         return self._longest
 
     def repeat(self, rows: Sequence[Row]) -> list[int]:
-        """Returns the lengths of the last round for those of its rows that are left."""
+        """Returns the lengths of the last round for its rows that have not ended."""
         serials = [row.serial for row in rows]
         if serials != self._rows:
             places = {serial: place for place, serial in enumerate(self._rows)}
@@ -212,7 +212,7 @@ class Auto(Controller):
 
     @property
     def steady(self) -> bool:
-        """True if the next round is plain as this one, whatever comes of it."""
+        """True if this round and the next are plain, for any outcome of this round."""
         return not any(self._longest) and self._rounds_to_a_plan > 1
 
     @property

@@ -125,7 +125,7 @@ class AutoChoice(Controller):
         return self._autos[choice].lengths(rows, waiting)
 
     def repeat(self, rows: Sequence[Row]) -> list[int]:
-        """Returns the lengths of the last round for those of its rows that are left."""
+        """Returns the lengths of the last round for its rows that have not ended."""
         self._rows = {row.serial for row in rows}
         self._until_trial -= 1
         self._rounds_left -= 1

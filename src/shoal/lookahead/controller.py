@@ -62,7 +62,7 @@ class EvenPlan:
     weights: None = None
 
     def keep(self, places: Sequence[int]) -> None:
-        """Does nothing: a plan of fewer rows is the same."""
+        """Changes nothing: the plan is the same for fewer rows."""
 
 
 def best_even_plan(survival: Array, remaining: Array | None, costs: PairCosts) -> EvenPlan | None:
@@ -106,7 +106,7 @@ class EvenAuto(Auto):
 
     @property
     def steady(self) -> bool:
-        """True if the next round has the lengths of this one, whatever comes of it."""
+        """True if the next round has the lengths of this round, for any outcome of this round."""
         return self._holds or super().steady
 
     def _best(self, rows: Sequence[Row], *, waiting: bool) -> DraftPlan | None:
@@ -135,7 +135,7 @@ class Fixed:
         return self.limit
 
     def update(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Does nothing: the length is fixed."""
+        """Learns nothing: the length is fixed."""
 
 
 class Bass:

@@ -53,11 +53,12 @@ class CostCurve:
     because few are made if drafts pay.
     """
     DOUBTED = 3
-    """The number of observations of a size that are believed whatever smaller sizes cost."""
+    """The number of observations of a size after which they are believed against smaller sizes."""
     MOST_TIMES = 2.0
     """The bound of an observation, as a multiple of the estimate."""
     MOST_PER_SIZE = 1.5
-    """The bound of a size's cost per position, as a multiple of that of any smaller size.
+    """The bound of a size's cost per position, as a multiple of the cost per position of any
+    smaller size.
 
     A first pass amid other work may take twenty times as long, and every pass compared with it
     would seem cheap.
@@ -91,7 +92,7 @@ class CostCurve:
         return value
 
     def age(self, rounds: int = 1) -> None:
-        """Lets all sizes grow old by rounds that observe nothing here.
+        """Ages all sizes by rounds without an observation.
 
         Sizes that are too old keep their seconds until they are observed again, and then have only
         the new ones: a disturbed measurement does not rule drafts out for good.
@@ -153,7 +154,7 @@ class CostCurve:
         return np.interp(np.arange(largest + 1), *self._corners())
 
     def _most(self, size: int) -> float:
-        """Returns the most seconds of a size that are believed, given those of smaller sizes."""
+        """Returns the most seconds of a size that are believed, given the seconds of smaller sizes."""
         below = (point[0] / other for other, point in self._points.items() if other < size)
         return self.MOST_TIMES * size * min(below, default=math.inf)
 
@@ -245,8 +246,8 @@ class PairCosts:
             it: the last row of a batch, an unlucky one, brings little more than half.
         credit: the time that drafting may lose.
         plain_rounds: the count of rounds after which one is plain, even if drafts seem to pay.
-        backoff: the count of plain rounds until the next plan; a run of as many rows goes on with
-            that of the last one, as new rows change no estimate.
+        backoff: the count of plain rounds until the next plan; a run of the same number of rows
+            continues with the count of the run before, as new rows change no estimate.
     """
 
     def __init__(self, packed: bool) -> None:

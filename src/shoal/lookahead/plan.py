@@ -44,8 +44,8 @@ more is paid off afterwards.
 class Unfed:
     """The tokens that must be computed before the next draft.
 
-    The counts are those of a drafter that is a model (`shoal.drafting.draft_slots`). For other
-    drafters the seconds that go with these tokens are 0.
+    The counts hold for a draft model (`shoal.drafting.draft_slots`). Other drafters need 0 seconds
+    for these tokens.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ The time is spent at once, and the gain is an estimate.
 
 
 class DraftPlan(Protocol):
-    """Rounds with drafts, of rows some of which may end."""
+    """A plan of rounds with drafts. Rows of it may end before it does."""
 
     @property
     def rate(self) -> float:
@@ -273,7 +273,7 @@ def remaining_weights(remaining: Array, survival: Array, costs: PairCosts) -> Ar
 
 
 class Stopping:
-    """A rule that ends drafts by a plan, in as many rounds as the plan is kept.
+    """A rule that ends drafts by a plan, in all rounds for which the plan is kept.
 
     Args:
         plan: the tokens that a position and a step must bring.

@@ -2,16 +2,16 @@
 
 Drafting may lose a small share of the time spent against plain decoding. Plans may promise more
 than drafts bring: the pair has hardly been seen, its costs were measured while the machine was
-busy, or the gain is so small that noise decides. The time of a round with drafts beyond that of the
-plain rounds for the same tokens is taken from an account, prompts of the drafter included. The
-income is a share of all time; without credit no tokens are drafted. So the time of a run is at most
-`1 + SHARE` times that of plain decoding, up to the loss before the account is first read (`FIRST`)
-and the last round that it paid for.
+busy, or the gain is so small that noise decides. An account pays for the time by which a round with
+drafts exceeds plain rounds for the same tokens, the drafter's prompts included. The income is a
+share of all time; without credit no tokens are drafted. So the time of a run is at most `1 + SHARE`
+times that of plain decoding, up to the loss before the account is first read (`FIRST`) and the last
+round that it paid for.
 
 Plain rounds stand among rounds with drafts, so that the cost of a plain round stays known. Rounds
-with drafts teach their own costs, but not the cost of a plain round of as many rows. If the first
-plain round met other work on the machine, plain rounds would be believed to be slow, and none would
-ever be made again.
+with drafts teach their own costs, but not the cost of a plain round of the same number of rows. If
+the first plain round met other work on the machine, plain rounds would be believed to be slow, and
+none would ever be made again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Credit:
         """Adds the gain or the loss of a round with drafts.
 
         Args:
-            plain_round: the seconds of a plain round of as many rows.
+            plain_round: the seconds of a plain round of the same number of rows.
             seconds: the seconds of this round.
             saved: the seconds in which plain decoding commits the same tokens, less `seconds`;
                 negative if the round was slower.
@@ -135,14 +135,14 @@ class PlainRounds:
 
 
 LONGEST = 128
-"""The most plain rounds before a new plan is made for as many rows."""
+"""The most plain rounds before a new plan is made for about the same number of rows."""
 
 
 class Backoff:
     """A count of plain rounds without a plan, because planning takes time, too.
 
-    The wait grows each time that no plan pays for about as many rows, to a quarter: on a server the
-    number of rows changes in every round.
+    The wait grows each time that no plan pays for about the same number of rows. "About" is a
+    difference of at most a quarter: on a server the number changes in every round.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,9 @@ class Backoff:
 
     @property
     def left(self) -> int:
-        """The number of rounds of as many rows until it is time for a plan."""
+        """The number of rounds until it is time for a plan, if the number of rows stays about the
+        same.
+        """
         return max(self._left, 0)
 
     def skip(self, rounds: int) -> None:

@@ -156,8 +156,8 @@ class BlockHeads(nn.Module):
 class BlockModel(Eagle3Model):
     """A model of the layers and a runner's cache.
 
-    A pass whose logits nobody wants is one over a context, any other one over blocks. Its arguments
-    are those of `Eagle3Model`: the state of a token is the input of `fc`.
+    A pass without logits reads a context; any other pass computes blocks. The constructor takes the
+    arguments of `Eagle3Model`; the state of a token is the input of `fc`.
     """
 
     def get_output_embeddings(self) -> nn.Module:

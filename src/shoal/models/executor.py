@@ -4,7 +4,7 @@ A runner asks its executors in order, and the first that does not refuse a batch
 `Modules`, the last of a Transformers model, computes every batch. Captured rounds are whole rounds
 of an engine, and come before all of them (`shoal.drafting.captured`). `Runner.explain` returns the
 executor of a batch and the reasons of those that refuse it; `Stats.executors` counts passes by
-executor. An executor for another kind of model needs nothing from the others, and may stand beside
+executor. An executor for another kind of model is independent of the others, and may stand beside
 its models, as llama.cpp's does (`shoal.models.gguf.gguf_runner`).
 
 Passes of Llama-like models may go without modules: on a CPU by one call of C, or layer by layer
@@ -135,7 +135,7 @@ def first_of(
 ) -> tuple[Executor | None, list[Refusal]]:
     """Returns the first executor that computes a batch, None if there is none.
 
-    The refusals are those of the executors before it.
+    The list has the refusals of the executors before it.
     """
     refusals: list[Refusal] = []
     for executor in executors:
@@ -268,9 +268,9 @@ TRITON_LAYERS = "Triton layers"
 class TritonLayers:
     """The executor that computes prompts, blocks and draft trees by a model's fused layers.
 
-    The layers are those of `shoal.models.layers`. A kernel may need more registers or shared memory
-    than a GPU has for some shape of a pass: the layers are then given up, for all runners of the
-    model, and a row never ends for that reason.
+    The module `shoal.models.layers` has the layers. A kernel may need more registers or shared
+    memory than a GPU has for some shape of a pass: the layers are then given up, for all runners of
+    the model, and a row never ends for that reason.
 
     Args:
         bridge: has the layers.

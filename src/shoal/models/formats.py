@@ -24,7 +24,7 @@ WIDE = 1024
 
 Layers of 256 features take up to twice as long in bfloat16 with AVX512-BF16, because converting
 activations costs more than the product; layers of 1,024 and more take half as long from 8 tokens
-on. Kernels in C convert nothing.
+on. Kernels in C convert no numbers.
 """
 
 FLAGS = {

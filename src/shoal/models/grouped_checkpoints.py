@@ -243,7 +243,7 @@ class _StoredLinear(nn.Module):
             self.register_parameter(name, nn.Parameter(place, requires_grad=False))
 
     def part(self, name: str) -> Tensor | None:
-        """Returns a tensor, or None if the checkpoint has none of that name."""
+        """Returns a tensor, or None if the checkpoint has no tensor of that name."""
         part = self._parameters.get(name)
         return None if part is None else part.detach()
 

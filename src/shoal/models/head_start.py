@@ -69,7 +69,7 @@ def spare_imports() -> None:
 class StandIn(ModuleType):
     """A module in the place of the compiler, which keeps the marks on functions for it.
 
-    Whatever else is asked of it brings in the compiler itself.
+    Any other attribute imports the compiler itself.
     """
 
     def __init__(self) -> None:

@@ -126,7 +126,7 @@ def kept_checks(source: str | Path, **settings: object) -> KeptChecks:
     """Returns the kept results of a model that is loaded from files.
 
     Args:
-        source: a directory or a file. Nothing is kept of others, nor of small models.
+        source: a directory or a file. Other checkpoints and small models are checked at each load.
         settings: the settings that the model is loaded by.
     """
     path, folder = Path(source).expanduser(), cache_folder()

@@ -69,7 +69,7 @@ StageWatch = Callable[[StageName], AbstractContextManager[None]]
 
 
 def unwatched(_name: StageName) -> AbstractContextManager[None]:
-    """Returns a context that reports nothing."""
+    """Returns a context without a report."""
     return nullcontext()
 
 

@@ -42,7 +42,7 @@ class _Found(NamedTuple):
         return [value for value in given if isinstance(value, Tensor)]
 
     def takes_tokens(self) -> bool:
-        """Returns True for features of the pass's tokens, and nothing else but their positions."""
+        """Returns True if the inputs are features of the pass's tokens and their positions only."""
         block, *others = self.tensors
         positions = torch.arange(TOKENS, device=block.device)[None]
         return block.shape[:-1] == (1, TOKENS) and all(

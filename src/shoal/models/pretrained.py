@@ -268,7 +268,7 @@ def _write_out(hf: Any) -> None:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Keeps Transformers from listing the tensors of the other half, which nobody has asked for."""
+    """Keeps Transformers from listing the tensors of the other half, which is not loaded."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def other(record: logging.LogRecord) -> bool:

@@ -125,7 +125,8 @@ class Runner(ModelFacts):
     def capture_failure(self) -> str | None:
         """The reason why captured rounds have ended; None while they go on.
 
-        Measured times are then not those of captured rounds, even if the caller asked for them.
+        Times are then measured of other passes than captured rounds, even if the caller asked for
+        captures.
         """
         if self.captures is None:
             return None
@@ -164,10 +165,10 @@ class Runner(ModelFacts):
         return other
 
     def over_same_cache(self, hf: Any, lean: LeanPass | None) -> Runner:
-        """Returns a runner of another model over this one's cache.
+        """Returns a runner of another model over the cache of this runner.
 
-        The other model's layers are the first layers of this one. The runner has counters of its
-        own, and ordinary passes. Two passes over a cache must not run at once.
+        The other model consists of the first layers of this runner's model. The runner has counters
+        of its own, and ordinary passes. Two passes over a cache must not run at once.
         """
         other = self._copied()
         other.hf, other.lean, other.captures, other.bridge = hf, lean, None, self.bridge.of(hf)

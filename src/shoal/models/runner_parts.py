@@ -252,7 +252,7 @@ class CacheMemory:
     def _room(self, slots: int, capacity: int) -> tuple[int, int]:
         """Returns the slots and the tokens per slot of a cache with room for that size.
 
-        They are those of captured rounds, in whole blocks of keys.
+        The sizes are the sizes of captured rounds, in whole blocks of keys.
         """
         if self._runner.captures is not None:
             by_kernel = self._runner.captures.knows_prefixes

@@ -199,7 +199,8 @@ def _guarded(check: Check, runner: Runner, ids: Tensor, plain: Tensor) -> list[T
 
 
 def _largest(blocks: Sequence[Tensor]) -> float:
-    """Returns the mean divergence of all tokens, or that of a block over `FEW` if it is larger.
+    """Returns the mean divergence of all tokens, or a block's mean divided by `FEW` if that is
+    larger.
 
     The blocks count by themselves, too, so that the others do not hide a fault of one. The result
     is infinite if a divergence is NaN, which compares as neither larger nor smaller.

@@ -354,7 +354,7 @@ def lent_layers(hf: Any, name: str) -> dict[str, int]:
 
 
 def _require_fit(directory: Path, config: Any, target: Any, name: str) -> None:
-    """Raises PairMismatch if an assistant is that of another target.
+    """Raises PairMismatch if an assistant belongs to another target.
 
     Args:
         target: the config of the target's text half.

@@ -2,10 +2,10 @@
 
 `Scores` are the logits of a draft tree with the distributions that a decision on it asks for.
 
-Speculative sampling returns samples of the target's declared distribution p whatever the drafter's
-q is, provided that p at a position depends on nothing but the position's logits and history. So
-every control is applied here, to both models, at each drafted position with the history that the
-position would have.
+Speculative sampling returns samples of the target's declared distribution p for any q of the
+drafter, provided that p at a position depends only on the position's logits and history. So every
+control is applied here, to both models, at each drafted position with the history that the position
+would have.
 
 On a CPU with a compiler a kernel in C computes the distributions (`shoal.sampling.native_draws`),
 else operations of torch.
@@ -61,7 +61,7 @@ def probabilities(logits: Tensor, positions: Positions, faults: Faults | None = 
     """Computes the declared distribution of each (row, position).
 
     The controls of the row's own `Sampling` are applied in the order that it documents. Padding
-    gets finite numbers that mean nothing. A greedy row is one-hot at its highest score, lowest id
+    gets finite numbers without a meaning. A greedy row is one-hot at its highest score, lowest id
     on a tie.
 
     Args:

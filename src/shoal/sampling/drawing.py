@@ -86,7 +86,7 @@ def last_needed(keys: Tensor, weights: Tensor, mass: float, low: Tensor) -> tupl
     The result for a row does not depend on other rows.
 
     Args:
-        low: keys of which at least one is below all that are needed, or one of them; [n, 1].
+        low: a lower bound of the key of the last needed token, [n, 1].
     """
     high = torch.nextafter(keys.amax(-1, keepdim=True), low.new_full((), torch.inf))
     # `above` is the weight of the keys from `high` on.

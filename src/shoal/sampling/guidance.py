@@ -140,7 +140,7 @@ def apply_guidance(
 
 
 def _of_vocabulary(logits: Tensor, size: int) -> Tensor:
-    """Returns logits for ids 0 to `size` - 1; those of missing ids are -inf."""
+    """Returns logits for ids 0 to `size` - 1; missing ids have the logit -inf."""
     missing = size - logits.shape[-1]
     if missing > 0:
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

@@ -42,8 +42,9 @@ _POSITION_INDEPENDENT = frozenset(
 One call of them does the whole block.
 """
 LARGEST_BIAS = 1e4
-"""The most that a bias or penalty adds or takes away: no logit is near it, and those of tokens with
-equal biases keep three digits beside it in float32."""
+"""The most that a bias or penalty adds or takes away: no logit is near it, and in float32 the
+logits of tokens with equal biases keep three digits beside it.
+"""
 LARGEST_FACTOR = 1e30
 """The most that a penalty multiplies or divides a score by: products stay finite in float32."""
 

@@ -1,6 +1,6 @@
 """The controls that read one position's scores alone: top_k, top_p, min_p, typical_p.
 
-The kept tokens are those of Transformers' warpers, ties included. The work is done on each
+The same tokens are kept as by Transformers' warpers, ties included. The work is done on each
 position's highest-scoring candidates, sorted, instead of the whole vocabulary. If a mass decides
 and the kept set does not provably end inside that list, the lowest score that is kept is found by
 bisection; no vocabulary is sorted.
@@ -82,7 +82,7 @@ def listed_softmax(scores: Tensor, sampling: Sampling, candidates: int) -> tuple
 
     Returns:
         Probabilities [n, vocab].
-        A mask of the rows whose probabilities are those of `truncated_softmax`, [n] bool. The
+        A mask of the rows with the probabilities of `truncated_softmax`, [n] bool. The
         probabilities of the other rows are still a distribution, over candidates of the list.
     """
     if sampling.top_k or sampling.top_p < 1:

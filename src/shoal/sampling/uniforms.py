@@ -123,8 +123,8 @@ def round_uniforms(
         seeds: the seeds of the rows, [rows].
         firsts: the first open positions of the rows, [rows].
         width: the number of positions, the longest draft plus one.
-        rounds: None, or the number of each row's round: then no number is used in two rounds,
-            whatever was thrown away.
+        rounds: None, or the number of each row's round: then no number is used in two rounds, even
+            if it drew a token that was thrown away.
     """
     keys = np.asarray(seeds, dtype=np.int64)
     if rounds is not None:
@@ -161,10 +161,9 @@ def tree_uniforms(
 ) -> npt.NDArray[np.float64]:
     """Computes the numbers that draws of a tree are made by, two uniforms in [0, 1) each, [n, 2].
 
-    They belong to the position that the tree begins at, whatever the position of the draw, so that
-    no round has the numbers of another: the decision to draw a further child of a node may depend
-    on the draws below it, and that would bend the distribution of a round which drew by the same
-    numbers.
+    They belong to the position that the tree begins at, not to the position of the draw. So no two
+    rounds use the same numbers: the decision to draw a further child of a node may depend on the
+    draws below it, and that would bend the distribution of a round which drew by the same numbers.
 
     Args:
         seeds: the seeds of the rows, [n].
@@ -182,7 +181,7 @@ def tree_uniforms(
 def group_seed(seed: int, prompt_ids: Sequence[int], occurrence: int) -> int:
     """Returns the seed of a group of rows, in [0, 2**64).
 
-    The seed is a hash of the request, so that nothing else in the call can matter.
+    The seed is a hash of the request, so that the rest of the call does not matter.
 
     Args:
         seed: the seed of the request, any integer.
@@ -217,7 +216,7 @@ NOWHERE = (0, -AHEAD, 0)
 class UniformsAhead:
     """The uniforms of the rows of one engine, on the host.
 
-    Where rounds are numbered, the table holds those of plain rounds, in which a row's number of
+    If rounds are numbered, the table holds the uniforms of plain rounds, in which a row's number of
     rounds grows with its position. Rounds with drafts, whose later positions have the same number,
     are computed one by one.
 

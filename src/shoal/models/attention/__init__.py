@@ -278,7 +278,8 @@ class AttentionInputs:
         )
 
     def in_chunks(self, size: int) -> AttentionInputs:
-        """Returns the inputs of a layer in which a token sees those of its chunk of positions only.
+        """Returns the inputs of a layer whose tokens see only the tokens of their own chunk of
+        positions.
 
         Every row has all its keys (`repeated`).
         """

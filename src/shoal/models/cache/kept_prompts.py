@@ -33,7 +33,7 @@ NODE_BYTES = 570
 
 
 class _PrefixNode:
-    """The tokens after those of its parent, and their cells.
+    """A node: the tokens that follow its parent's tokens, and their cells.
 
     Both are arrays: as Python's numbers a token and its cell take 80 bytes.
     """

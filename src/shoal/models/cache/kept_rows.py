@@ -70,7 +70,7 @@ class KeptRows(KeptPrefixes):
 
     @abstractmethod
     def _restore(self, cache: Any, slot: int, state: Any, count: int) -> None:
-        """Makes the first tokens of an empty slot those of a copy."""
+        """Copies the first tokens of a copy to an empty slot."""
 
     def _kept_tokens(self, cache: Any, slot: int, tokens: Sequence[int]) -> Sequence[int]:
         """Returns the first tokens of a row that will be kept; none if there is no room."""

@@ -106,7 +106,7 @@ class PassRows:
         offsets: length of each row's prefix, 0 without; the position of the first token in its
             slot.
         tails: lengths - offsets: keys in the slot that the row's last query sees.
-        final: True if none of the tokens is taken back later; set by who feeds them.
+        final: True if no token of the pass is removed later; the caller of the pass sets it.
         parents: None where no row's tree branches.
         depths: depths of the columns, [rows, q] int64 on the host; None without parents.
         tree_words: words of the columns, [rows, q] int64 on the host; None without parents.
@@ -375,7 +375,7 @@ class Plan(PassRows):
     def bounds(self) -> Tensor:
         """The starts, counts, offsets and bases, [4, rows] int32.
 
-        They are for kernels that ask nothing of the host.
+        They are for kernels that read no value from the host.
         """
         return torch.tensor(
             [self.starts, self.counts, self.offsets, self.bases],

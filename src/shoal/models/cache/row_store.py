@@ -182,7 +182,7 @@ class RowStore:
         self._resize(max(slots, self.slots), max(capacity, self.capacity), max(cells, self.cells))
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Gives back the slots, tokens and cells beyond these sizes, which nobody needs."""
+        """Frees the slots, tokens and cells beyond these sizes; no row may use them."""
         self._resize(min(slots, self.slots), min(capacity, self.capacity), min(cells, self.cells))
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
@@ -280,7 +280,7 @@ class RowStore:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Makes the first `length` tokens of slot `target` those of slot `source`.
+        """Copies the first `length` tokens of slot `source` to slot `target`.
 
         Tokens in the shared store stay there.
         """
@@ -373,7 +373,7 @@ class RowStore:
         return self.bytes_per_token() + self.bytes_per_slot() > 0
 
     def bytes_per_slot(self) -> int:
-        """Returns the bytes that a row takes beside those of its tokens."""
+        """Returns the bytes of a row that do not grow with its tokens."""
         return 0
 
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ that change from round to round lie in buffers.
     captured_round   builds and runs the functions, and compares their first replays
 
 Here are two ways to run a function of static buffers: as it is, or captured into a CUDA graph; and
-the models that cannot be captured. The function takes nothing, reads and writes buffers whose
+the models that cannot be captured. The function has no arguments. It reads and writes buffers whose
 address and shape never change, and returns tensors. The tensors are good until the function is run
 again.
 

@@ -64,8 +64,8 @@ def reservation(slots: int, capacity: int, *, by_kernel: bool) -> tuple[int, int
     meet there the keys that padding wrote.
 
     Args:
-        by_kernel: True if a kernel attends, which reads lengths on the device; rounds over whole
-            slots then cost nothing, and capacities need no powers of two.
+        by_kernel: True if a kernel attends, which reads lengths on the device; captured rounds over
+            whole slots then cost no more, and capacities need not be powers of two.
     """
     if not capacity:
         return step_up(slots) + 1, 0

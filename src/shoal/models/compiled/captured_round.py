@@ -2,9 +2,9 @@
 
 The inputs that change from round to round come in one upload: positions, pending tokens, draft
 lengths, temperatures, uniforms. The results that the host must know come back in one download:
-drafts, the verdict, probabilities, and whether all logits were sound. In between nothing is asked
-of the host: drafts go from step to step and into the target's block on the device. The first
-replay of a function is compared with the function, bit for bit.
+drafts, the verdict, probabilities, and whether all logits were sound. The host takes no part in
+between: on the device, drafts go from step to step and into the target's block. The first replay of
+a function is compared with the function, bit for bit.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ from shoal.models.load_checks import LIMITS, divergences
 MOST_KINDS = 3
 """The number of kinds of rounds from which on failures end captures.
 
-A device on which so many kinds cannot be captured captures none, and each try takes seconds.
+Once this number of kinds has failed no kind is captured any more: each try takes seconds.
 """
 PATIENCE = 64
-"""The number of rounds for which nothing is captured after memory was short.
+"""The number of rounds without a capture after memory was short.
 
 The number doubles each time.
 """
@@ -90,7 +90,7 @@ class Failures:
 
     @property
     def pause(self) -> bool:
-        """True if nothing may be captured at the moment."""
+        """True if captures wait at the moment."""
         return self.end is not None or self._waiting > 0
 
     @property
@@ -147,7 +147,7 @@ class _Generation:
     partner: _Generation | None = None
 
     def rounds_with(self, partner: _Generation | None) -> dict[Hashable, Any]:
-        """Returns the rounds captured over this cache and that of a drafter.
+        """Returns the rounds that were captured over this cache and a drafter's cache.
 
         The rounds end with either cache.
         """
@@ -226,7 +226,7 @@ class Captures:
         return cache
 
     def new_cache(self) -> SlotCache:
-        """Returns a cache that nobody has used."""
+        """Returns a new, unused cache."""
         return SlotCache()
 
     def release(self) -> None:
@@ -343,7 +343,8 @@ class Captures:
 
 
 def compare(logits: Tensor, right: Tensor) -> None:
-    """Raises ArithmeticError if the logits of a first round are not those of ordinary passes.
+    """Raises ArithmeticError if the logits of a first round differ from the logits of ordinary
+    passes.
 
     Each position counts by itself: one row of many may be wrong.
 

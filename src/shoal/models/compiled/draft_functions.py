@@ -116,7 +116,8 @@ class StepComputation(NamedTuple):
         q: as in `DraftedStep`; None if not asked for.
         tokens: as in `DraftedStep`.
         logits: the logits that the step draws from, [rows, vocab of the drafter].
-        fed: the tokens to feed next, [rows]: ids of the drafter also where nothing can be drawn.
+        fed: the tokens to feed next, [rows]: an id of the drafter also for a row without a
+            distribution.
     """
 
     q: Tensor | None
@@ -161,7 +162,7 @@ def _distribution(
 ) -> Softmax:
     """Computes the distribution of logits [rows, vocab], as the rows declare it.
 
-    The probabilities are None if all rows are greedy and nobody asked for them.
+    The probabilities are None if all rows are greedy and `want_q` is false.
     """
     only_best = bool(style.greedy) and not want_q
     known = style.draws_from_softmax or only_best

@@ -277,7 +277,8 @@ class NextRound:
         self._positions = torch.arange(1, kind.k + 2, device=device)
 
     def send(self, uniforms: Tensor) -> None:
-        """Sends the uniforms from which `fill` takes those of the next round.
+        """Sends uniforms of several positions; `fill` takes the uniforms of the next round from
+        them.
 
         Args:
             uniforms: those of the next 2 k + 2 positions of the rows, counted from the begin of the

@@ -22,8 +22,8 @@ Numbers = npt.NDArray[np.int64]
 class Upload:
     """The named parts of one buffer of 64-bit numbers, copied to the device at once.
 
-    The parts are filled on the host. The copy is not waited for. Nothing is written to the host's
-    buffer before results that were sent after it have come back; by then the copy is over.
+    The parts are filled on the host. The copy is not waited for. The host's buffer is written again
+    only after results that were sent later have come back; by then the copy is complete.
 
     Args:
         sizes: number of each part's numbers.

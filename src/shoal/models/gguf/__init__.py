@@ -283,7 +283,7 @@ EDITION = "1"
 PACE = 2.0
 """The seconds from one line of progress to the next."""
 ABANDONED = 3600.0
-"""The seconds after which an unfinished copy that nobody writes to is removed."""
+"""The seconds without a write after which an unfinished copy is removed."""
 
 
 def no_smaller_copy(name: str, bits: float) -> str:

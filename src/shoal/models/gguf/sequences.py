@@ -1,9 +1,9 @@
 """A slot cache whose rows are sequences of llama.cpp's memory.
 
 Each sequence has a buffer of its own (`kv_unified` off). There its keys lie in the order of its
-tokens, whatever other rows are in the pass. So a row's sums have one order: passes over quantised
-weights give the same bits alone and in company. In one buffer for all sequences, which llama.cpp
-has too, passes give other bits in other company, and some greedy ids change
+tokens, independently of the other rows of the pass. So a row's sums have one order: passes over
+quantised weights give the same bits alone and in company. In one buffer for all sequences, which
+llama.cpp has too, passes give other bits in other company, and some greedy ids change
 (docs/how-to/gguf.md).
 
 A slot's tokens beyond its length stay in the memory until the slot's next pass begins. Then they
@@ -174,7 +174,7 @@ class Sequences(SlotCache):
         self._forget(slot)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Makes the first `length` tokens of slot `target` those of slot `source`.
+        """Copies the first `length` tokens of slot `source` to slot `target`.
 
         The copy takes place before the next pass, which may be another row's.
         """

@@ -154,7 +154,7 @@ class StateSequences(Sequences):
         self._held[slot] = self.state_of(slot)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Makes the first `length` tokens of slot `target` those of slot `source`."""
+        """Copies the first `length` tokens of slot `source` to slot `target`."""
         held = self._held[source]
         if length != self.lengths[source] and length:
             assert held is not None

@@ -1,9 +1,9 @@
 """The layers of passes on a GPU: products with weights of 8 bits, and the steps between products.
 
-A decoder of the Llama family has nine kernels a layer (`triton_decoder`), and its weights are those
-of an unmodified model. The weights of a product are int8 or fp8; where few tokens are computed,
-they are read as bytes. Each step between products is one launch, asks nothing of the host and may
-be captured. The Triton kernels of both are `layer_kernels`. `gpu_draws` has the distributions and
+A decoder of the Llama family has nine kernels a layer (`triton_decoder`), and reads the weights of
+an unmodified model. The weights of a product are int8 or fp8; where few tokens are computed, they
+are read as bytes. Each step between products is one launch, reads no value from the host and may be
+captured. The Triton kernels of both are `layer_kernels`. `gpu_draws` has the distributions and
 draws of a round, by the kernels in `draw_kernels`.
 """
 

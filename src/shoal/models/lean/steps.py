@@ -120,7 +120,8 @@ class LeanSteps:
 def rounds_at_once(runner: Runner) -> int:
     """Returns the most plain rounds that `lean_steps` may compute before Python looks at them.
 
-    So many passes read no more than `BYTES_AT_ONCE` of weights: some thirty milliseconds.
+    These passes together read at most `BYTES_AT_ONCE` of weights, which takes some thirty
+    milliseconds.
     """
     whole = None if runner.captures is not None or runner.lean is None else runner.lean.whole
     return 1 if whole is None or runner.ordinary_only else BYTES_AT_ONCE // whole.weight_bytes

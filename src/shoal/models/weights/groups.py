@@ -27,7 +27,7 @@ GROUP = 32
 NIBBLE, CENTRE = 15, 8
 """The greatest number of 4 bits, and the number of a weight 0 where there are no minima."""
 LEAST = 6e-8
-"""The least scale, that of float16."""
+"""The smallest scale: the smallest number of float16."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Groups:
         return Groups(self.numbers[order], self.scales[order], minima)
 
     def in_bytes_of_16(self) -> Groups:
-        """Returns the same weights in the form that holds those of any other."""
+        """Returns the same weights in the form that can hold the weights of every other form."""
         times = self.numbers.shape[1] // 16 // self.scales.shape[1]
         minima = torch.zeros_like(self.scales) if self.minima is None else self.minima
         scales, minima = (

@@ -216,7 +216,7 @@ class PackedLinear(nn.Linear):
 
 
 LINEARS = (nn.Linear, PackedLinear)
-"""The types of layers that compute x Wᵀ + b and nothing else."""
+"""The types of layers that compute just x Wᵀ + b."""
 
 
 def use_packed(layer: nn.Linear, weight: nn.Parameter) -> None:
@@ -257,7 +257,7 @@ def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> 
 
 
 def _matrices(shared: Sequence[_Shared]) -> Iterator[Matrix]:
-    """Yields the packed matrices, which as many threads as PyTorch has make at the same time."""
+    """Yields the packed matrices. Threads pack them at the same time, as many as PyTorch has."""
     if any(packing(each.key[1]) is not PanelMatrix for each in shared):
         yield from (each.matrix() for each in shared)  # each by all threads of a library
         return

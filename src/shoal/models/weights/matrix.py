@@ -1,7 +1,7 @@
 """A weight matrix, in the order of memory that its CPU multiplies fastest.
 
-A decoding pass is products [tokens, in] x [in, out] of few tokens, whose time is that of reading
-the weights. There are three forms:
+A decoding pass consists of products [tokens, in] x [in, out] of few tokens. They take the time in
+which the weights are read. There are three forms:
 
 - "as-is": [out, in] in rows, as libraries keep weights.
 - "input-major": the same shape with other strides. MKL repacks weights in rows in every float32
@@ -118,7 +118,7 @@ def input_major(weight: Tensor) -> Tensor:
 class Matrix:
     """The matrix W [out, in] and the bias b [out] of a linear layer.
 
-    They may be those of several layers with the same input, one below the other.
+    They may be the weights of several layers with the same input, one below the other.
 
     `linear`, `linear_add` and `linear_mul` are chosen when the weights change, so that a call has
     nothing to decide; whoever keeps a matrix asks it for them at each call. x is [tokens, in] and

@@ -53,8 +53,8 @@ def filled_up(rows: Tensor, columns: int = 1) -> Tensor:
 class PanelMatrix(Matrix):
     """A matrix with weights as [panels, inputs, 16], bfloat16 as [panels, inputs / 2, 16, 2].
 
-    Zeros fill up inputs and outputs. Each sum runs over the inputs in their order, whatever the
-    other tokens of a product are: a token's result has the same bits in every batch.
+    Zeros fill up inputs and outputs. Each sum runs over the inputs in their order, independently of
+    the other tokens of the product. So a token's result has the same bits in every batch.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class PackedWeight(Tensor):
         """Makes a tensor of a matrix's weights.
 
         Args:
-            like: a tensor of the shape, strides and offset that this one has within
+            like: a tensor of the shape, strides and offset that this parameter has within
                 `matrix.dense()`, on any device.
         """
         with torch.inference_mode(False):

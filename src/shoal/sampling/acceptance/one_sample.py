@@ -1,8 +1,8 @@
 """The rules by one sample per node: exact match, the coupled rule, and typical acceptance.
 
-The target draws a token at every column, and equal drafts are accepted. This takes any drafter:
-nothing has to be known about the making of a tree, as long as it was made without looking at these
-draws; by the coupled rule even then, as its draws are those of plain decoding.
+The target draws a token at every column, and equal drafts are accepted. This is exact for any
+drafter whose tree does not depend on these draws. By the coupled rule it is exact even for a tree
+that does, because the rule draws the tokens of plain decoding.
 
 `Typical` accepts drafts that the target finds plausible enough, and takes the sample of the column
 behind them. It is lossy: the samples have another distribution than p. After Cai et al., "Medusa"
@@ -132,8 +132,8 @@ def exact_match(tree: DraftTree, samples: Tensor, probs: Tensor) -> Verdict:
     """Follows the nodes from the root that equal the target's own tokens, as far as there are any.
 
     One sample per node (Leviathan et al. 2023 for a point mass q; trees: SpecInfer, Miao et al.
-    2024, arXiv 2305.09781): whatever proposed the tree, the committed tokens are those that plain
-    decoding draws by the same uniforms, so nothing has to be known of q.
+    2024, arXiv 2305.09781): for any tree, the committed tokens are the tokens that plain decoding
+    draws by the same uniforms, so q need not be known.
 
     Args:
         samples: the token that follows each column of the pass, drawn from p there, [rows, m + 1]
@@ -167,8 +167,8 @@ def _agreeing_path(
 ) -> list[int]:
     """Returns the path from the root on which every node is the target's token after its parent.
 
-    Of siblings with the same token the first is taken, whatever the target drew after them: a
-    choice by later draws would bend the distribution.
+    Of siblings with the same token the first is taken. A choice by the target's draws after them
+    would bend the distribution.
     """
     path, last = [], -1
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):

@@ -193,10 +193,11 @@ def accept_recursively(
     """Accepts draw x with probability min(1, p(x)/q(x)), one draw after the other.
 
     After a rejection p becomes norm(max(p - q, 0)), q loses x, and the next draw is tried. The last
-    p is that of the replacement. The function is a `shoal.sampling.acceptance.walk.Choice`.
+    p is the distribution of the replacement. The function is a
+    `shoal.sampling.acceptance.walk.Choice`.
 
-    Draws behind the first `sampled` of a row are point masses, whose q is 1 at their token,
-    whatever was drawn before.
+    Draws behind the first `sampled` of a row are point masses: their q is 1 at their token,
+    independently of earlier draws.
 
     One uniform serves all draws: after a rejection it is uniform in [a, 1), a being the probability
     of acceptance, and is spread over [0, 1) again.

@@ -36,8 +36,8 @@ def walk(
 ) -> Verdict:
     """Goes from the root to the accepted child, as long as there is one.
 
-    Then the replacement is drawn, or the bonus at a leaf. Uniforms of all purposes are those of the
-    position, as for chains: a row comes to each position once.
+    Then the replacement is drawn, or the bonus at a leaf. A node uses the uniforms of its position,
+    for all purposes, as in chains: a row comes to each position once.
 
     Args:
         siblings: the siblings of the tree.

@@ -1,6 +1,7 @@
-"""The number of rows that run at once: the caller's, or the one with most tokens per second.
+"""The number of rows that run at once: the caller's number, or the number with most tokens per
+second.
 
-The second is found by measured rounds. Pure Python, but for the curve of costs. The batch size does
+Measured rounds find the second number. Pure Python, except the curve of costs. The batch size does
 not change a row's tokens: uniforms belong to rows, not to batches.
 """
 

@@ -1,6 +1,7 @@
 """The rows' checks, which see the tokens of a round before they are committed.
 
-If a token is refused, another one is drawn in its place and the rest of the path is given up.
+If a check refuses a token, another token is drawn in its place, and the rest of the path is given
+up.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The loop: draft -> verify -> accept -> commit, for all active rows at once.
 
 Invariant: **between rounds every cache holds exactly the committed tokens of its row except the
-last one.** (The drafter's may hold fewer: it never saw its own last draft after a full acceptance,
-and catches up when it next proposes.) The first round, full acceptance and a row that ends inside a
-round are all cases of it.
+last one.** (A drafter's cache may hold fewer: after a full acceptance the drafter never saw its own
+last draft, and catches up when it next proposes.) The first round, full acceptance and a row that
+ends inside a round are all cases of it.
 """
 
 from __future__ import annotations

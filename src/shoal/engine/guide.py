@@ -1,10 +1,11 @@
 """The guide of a target, and its expert: models that read the text beside it
 (`sampling.guidance`).
 
-Between rounds the cache of each holds the tokens that the target's holds, the committed ones of
-each guided row except the last, after a prompt of its own if the row has one for it. A round feeds
-it the columns that the target verifies, and keeps of them those that the target keeps. Rows without
-guidance have a slot in it, and are not computed.
+Between rounds the cache of each of these models holds the same tokens as the target's cache: the
+committed tokens of each guided row except the last. If the row has a prompt for the model, that
+prompt takes the place of the row's own. A round feeds the model the columns that the target
+verifies, and keeps the columns that the target keeps. Rows without guidance have a slot in the
+cache, and are not computed.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
 `exact="smc"`: The rows are particles with the weights of `shoal.constraints.dressing`. When the
 weights of running rows have become too unequal, these rows are drawn anew: a row of small weight
-becomes a copy of one of large weight and goes on by a seed of its own, and all get the mean of
-their weights (Del Moral, Doucet, Jasra 2006; for language models Lew et al. 2023, arXiv
+becomes a copy of a row of large weight and goes on by a seed of its own, and all rows get the mean
+of their weights (Del Moral, Doucet, Jasra 2006; for language models Lew et al. 2023, arXiv
 2306.03081).
 
-Weighted averages over a request keep their expectation, however far each row has come and whatever
-decides the length of a round. The final worth of a row's text depends on its tokens alone, since
-drafts do not change the distribution of tokens, and systematic resampling gives each text copies in
-proportion to its weight, in the mean. Rows that have ended keep their text and weight, and so do
-rows that wait: any set of rows that is chosen by their texts may be resampled by itself.
+Weighted averages over a request keep their expectation for any lengths of rounds and any progress
+of the rows. The final worth of a row's text depends on its tokens alone, since drafts do not change
+the distribution of tokens, and systematic resampling gives each text copies in proportion to its
+weight, in the mean. Rows that have ended and rows that wait keep their text and weight: any set of
+rows that is chosen by their texts may be resampled by itself.
 
 `exact="distinct"`: The first row of a request draws its text from p, the second from p without this
 text, and so on in the order of their indexes, like the incremental sampling of Shi, Bieber and
@@ -27,11 +27,11 @@ its further tokens have the law of c'. A row without new tokens just begins by c
 the law of p without all texts that were drawn before it, and neither the lengths of rounds nor the
 order in which rows end matter.
 
-Weights are those of Des Raj 1956, a sum of two parts. Let S be the probability of all texts that
-were drawn before a text. The first part is 1 - S: the text is a sample of the share that was left.
-The second part is the text's own probability, once for each row behind it: such a row draws from
-the share without this text. Under constraints both are multiplied by the weight of `exact=True`.
-Averages over all rows of a request are unbiased; without constraints the weights have the mean 1.
+A weight is a sum of two parts (Des Raj 1956). Let S be the probability of all texts that were drawn
+before a text. The first part is 1 - S: the text is a sample of the share that was left. The second
+part is the text's own probability, once for each row behind it: such a row draws from the share
+without this text. Under constraints both are multiplied by the weight of `exact=True`. Averages
+over all rows of a request are unbiased; without constraints the weights have the mean 1.
 """
 
 from __future__ import annotations

@@ -60,9 +60,6 @@ class Memory:
             with `available`.
         keeps: the bytes that the drafter keeps beside its keys and values, for the rows and tokens
             that it reads.
-
-    Attributes:
-        models: see above.
     """
 
     def __init__(

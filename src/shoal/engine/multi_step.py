@@ -1,10 +1,10 @@
-"""Several plain rounds in one go, where a pass is so short that the work around it counts.
+"""Several plain rounds in one go, for passes so short that the work around them counts.
 
 On a CPU the passes and draws of such rounds are calls of the kernels in C, each of which leaves the
-drawn tokens where the next one reads them (`shoal.models.lean.steps`). They are committed
-together. Tokens, log-probabilities and counts are those of the same rounds one by one: a row's
-draws depend on its own tokens and uniforms alone, and a run of rounds ends as soon as a row that
-ends would change the rows of the next round.
+drawn tokens where the next one reads them (`shoal.models.lean.steps`). They are committed together.
+Tokens, log-probabilities and counts are the same as of rounds one by one: a row's draws depend on
+its own tokens and uniforms alone, and a run of rounds ends as soon as a row that ends would change
+the rows of the next round.
 
 Other engines call this multi-step scheduling.
 """

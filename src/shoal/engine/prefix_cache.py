@@ -1,8 +1,9 @@
 """Fills caches with prompts, and keeps the prompts of earlier rows for later ones.
 
 A group's prompt is computed once, and stored once or copied. All prompt tokens but the last are
-computed here. The last one is the first token of the row's first round, as the last committed token
-is in any other round. The tokens of a row that was paused are a prompt of its own.
+computed here. The last prompt token is the first token of the row's first round, just as the last
+committed token is the first token of any other round. The tokens of a row that was paused are a
+prompt of its own.
 
 Kept prompts serve a chat's next turn, or a common system prompt. Prompts are kept as soon as a
 row's first round has shown that their logits are finite. If a row was its prompt's only sample, all

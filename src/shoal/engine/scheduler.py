@@ -16,11 +16,12 @@ more prompts than slots, or too little memory. It is then computed again, at mos
 whose prompts are still in the caches go first within a turn, so that this is rare.
 
 While rows run, at most `chunk` tokens of prompts are computed in a pass of their own before each
-round. A longer prompt is computed in chunks over several rounds, in a slot above those of the rows
-that run, and no row is admitted before it is complete. If the target can carry prompts, its chunks
-ride in the rounds' own passes, but for the last one, with which its row joins (after SARATHI, arXiv
-2308.16369). The tokens with which a paused row comes back are a prompt like any other. The limit
-holds while no row runs if any row has a deadline, as deadlines are checked between chunks.
+round. A longer prompt is computed in chunks over several rounds, in a slot above the slots of the
+running rows, and no row is admitted before it is complete. If the target can carry prompts, all
+chunks but the last ride in the rounds' own passes; with the last chunk its row joins (after
+SARATHI, arXiv 2308.16369). The tokens with which a paused row comes back are a prompt like any
+other. The limit holds while no row runs if any row has a deadline, as deadlines are checked between
+chunks.
 """
 
 from __future__ import annotations

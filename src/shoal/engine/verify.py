@@ -6,8 +6,8 @@ allow it, a round is one captured function instead (`shoal.drafting.captured`).
 Chunks of long prompts ride in the pass (`Rides`). After SARATHI (Agrawal et al. 2023, arXiv
 2308.16369): a round's pass takes the next chunk of a waiting prompt along as one more row, which
 has no drafts and takes no part in the verdict. One pass in place of two reads the weights once. The
-scheduler decides which chunk rides; which passes take one is decided by
-`shoal.models.prompt_passes.carries_prompts`.
+scheduler decides which chunk rides; `shoal.models.prompt_passes.carries_prompts` decides which
+passes take one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The queue of rows without a slot, and the rows whose deadline has passed.
 
-Pure Python; choosing the next row takes no time for the other rows, and asking for deadlines none
-for rows that have time left.
+Pure Python. The choice of the next row does not loop over the other rows, and the check of
+deadlines does not loop over rows with time left.
 
 While calls compete, each gets tokens by its weight, not by its rows. Each call has a
 counter of the tokens that its rows have committed, divided by its weight (the weighted virtual

@@ -75,8 +75,6 @@ class Auto(Controller):
     """The controller that `lookahead="auto"` names.
 
     Attributes:
-        limit: see `Controller`.
-        adaptive: see `Controller`.
         costs: the costs and acceptance rates of the pair.
         unfed: the tokens that the drafter has not computed.
         rounds_of_a_plan: the number of rounds for which a plan is kept while the rows are the same.

@@ -71,8 +71,6 @@ class AutoChoice(Controller):
         choices: the ways of drafting.
 
     Attributes:
-        limit: see `Controller`.
-        adaptive: see `Controller`.
         rounds: the number of rounds that each choice had, by its name.
     """
 

@@ -1,7 +1,8 @@
 """The search for the modules of a model that keep a recurrent state.
 
-Which modules they are, a pass shows: they ask the cache for a state, or, where none does, they are
-left with new tensors among their attributes (RecurrentGemma). So no family needs a word here.
+A pass shows which modules they are: they ask the cache for a state. If no module does, they are the
+modules with new tensors among their attributes after the pass (RecurrentGemma). So no family is
+named here.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ the states of layer k - 1. Further tokens are drafted by the last layer from its
 EAGLE does.
 
 Checkpoints name the layer in several ways, and Transformers knows its names at published sizes
-only: `Beside` gives it a model whose config and names are those of the checkpoint at hand. The
-projection and norms that Qwen's checkpoints have beside their layers (`mtp.fc`) are those of the
-first layer to Transformers. They are all layers', as other engines read them.
+only: `Beside` gives it a model whose config and names are those of the checkpoint at hand.
+Transformers gives the projection and norms that Qwen's checkpoints have beside their layers
+(`mtp.fc`) to the first layer. Here all layers use them, as in other engines.
 
 Nemotron-H's layer is a stack of the target's own blocks, which Transformers' class does not make:
 `StackedLayer` composes it of Transformers' blocks, as vLLM reads it.

@@ -3,9 +3,9 @@
 Every failure of Transformers is raised as one of shoal's errors.
 
 Of checkpoints whose weights another library quantised Transformers computes some, writes others out
-in a floating-point format, or asks for a package. Where it knows neither the method nor that there
-is one, it reads the whole numbers of the weights as if they were the weights themselves, and leaves
-the scales beside them. Such checkpoints are refused here by name.
+in a floating-point format, or asks for a package. If it does not see that the weights are
+quantised, it reads their whole numbers as the weights themselves, and ignores the scales. Such
+checkpoints are refused here by name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ranks of a sharded model: the messages among them, and the ranks that obey rank 0.
 
-Those that do not lead obey rank 0 with their own heads, see `shoal.models.tensor_parallel`.
+Each other rank computes its own heads as rank 0 orders, see `shoal.models.tensor_parallel`.
 
 Rank 0 announces the next step by messages that travel on the CPU, beside the collectives of the
 model. The messages of rank 0 are enough for the other ranks. They answer in one case only: to

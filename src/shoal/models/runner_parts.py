@@ -1,7 +1,7 @@
 """The parts of a runner: the facts about its model, and the memory of its cache.
 
-The facts were given, or found, when the model was loaded. The memory is bytes counted, and room
-made and given back.
+The load of the model finds the facts, or gets them. The memory counts bytes, makes room and frees
+it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The meaning of a model's name: a directory with a model, a GGUF file, or a Hub id within reach.
 
-The meaning is found before torch is imported. A model also has a name to show where its path must
-not be shown, and a short identifier that depends on its files.
+The meaning is found before torch is imported. A model also has a name for outputs that must not
+show its path, and a short identifier that depends on its files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The properties of a model, its changes since it was read, and objects that are made once for it.
 
-Known before its first token are its attention path, its context, and whether its rows can have
-different lengths (`capabilities`).
+Before its first token, `capabilities` tells its attention path, its context, and if its rows can
+have different lengths.
 
 Passes without the model's modules, and captured passes, know only the weights and layers that the
 model had. Adapters, hooks and replaced tensors work in the modules alone. Inputs may be vectors in

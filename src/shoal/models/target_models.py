@@ -1,22 +1,22 @@
 """The models that draft in their target's own cache: its first layers, and assistants of Gemma 4.
 
 The first layers are a model of their own: early exit, after Elhoushi et al., LayerSkip, ACL 2024,
-arXiv 2404.16710. No weights are copied. The modules that lead to the layers are copied as shells;
-their contents are the model's. The runner of such a model feeds the cache that it was made from: it
-writes the keys and values of the model's first layers, at the places where the model itself would
-write them.
+arXiv 2404.16710. No weights are copied. The modules that lead to the layers are copied without
+their contents, which are the model's. The runner of such a model feeds the cache that it was made
+from: it writes the keys and values of the model's first layers, at the places where the model
+itself would write them.
 
 An assistant of Gemma 4 drafts from keys and values that its target lends it. Transformers' classes
 are used unmodified (`Gemma4AssistantForCausalLM`); its `generate` drafts with them for one row. An
-assistant has no keys of its own. Each of its layers attends to those of the target's last layer of
-the same kind that has any, for all tokens that were committed before the row's last one. The last
-one has no keys yet, and drafted tokens never get any: all tokens of a draft stand at the position
-of the last one. Beside the embedding of the token before, which is the target's, a pass reads a
+assistant has no keys of its own. Each of its layers attends to the keys of the target's last layer
+of the same kind with keys, for all tokens before the row's last committed token. That token has no
+keys yet, and drafted tokens never get keys: all tokens of a draft stand at the position of the last
+committed token. Beside the embedding of the token before, which is the target's, a pass reads a
 state: the target's last hidden state first, its own result afterwards.
 
 Where a draft follows rejected ones, Transformers also shows the assistant the keys of the first
-rejected token (5.24), and in layers with a sliding window those of all rejected ones. Here they are
-never seen.
+rejected token (5.24), and in layers with a sliding window the keys of all rejected tokens. Here the
+assistant never sees these keys.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ target or makes a pass, it tells the other ranks to do the same. So ranks cannot
 prices and deadlines included.
 
 Passes of captured rounds are built by all ranks, or by none: if one of them fails to build a pass,
-ordinary passes do the work on all ranks. A captured pass begins with a collective by which all
-ranks get the block of rank 0, with the tokens that were drafted within the round. So NCCL's
-collectives are part of the graph, and the message for such a pass names only the graph.
+ordinary passes do the work on all ranks. A captured pass begins with a collective that gives all
+ranks the block of rank 0, with the tokens that were drafted within the round. So NCCL's collectives
+are part of the graph, and the message for such a pass names only the graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The attention method "fused": one Triton kernel computes a whole ragged pass.
 
 The kernel reads every row at its exact length, and the prompt that the row's group shares as a
-second range of keys. `attend` asks nothing of the host, so that it may be captured in a CUDA graph;
-`fused` is the method of `shoal.models.attention` on top of it. The kernels are in
+second range of keys. `attend` reads no value from the host, so that it may be captured in a CUDA
+graph; `fused` is the method of `shoal.models.attention` on top of it. The kernels are in
 `fused_kernels.py`.
 """
 

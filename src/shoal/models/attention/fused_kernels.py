@@ -8,9 +8,8 @@ into the query axis) and one share of the keys that these queries see ("flash-de
 rows the keys must be shared out, or most of the GPU idles). The keys lie in two ranges: the prompt
 that the row's group shares, then the row's own slot. `combine` joins the shares.
 
-Nothing outside the two ranges is loaded, so no garbage can reach a result. Only `bounds`, read on
-the device, gives the lengths of rows: launches depend on shapes alone and may be captured in a CUDA
-graph.
+Only the two ranges are loaded, so no garbage can reach a result. Only `bounds`, read on the device,
+gives the lengths of rows: launches depend on shapes alone and may be captured in a CUDA graph.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -14,11 +14,11 @@ auto        fused where it runs on CUDA; on a CPU native where there is a C comp
 
 The reference is slow, in float32 at least.
 
-The bits of `strict` depend on nothing but the query's own row: a kernel's rounding depends on the
-shapes it is given. So every call here has the same shapes: queries come in tiles of `TILE`
-positions moved to the batch axis, and keys in whole blocks of `KV_BLOCK`, the unit in which the
-library's kernel walks over keys. A block that is masked as a whole changes no bit of the kernel's
-running softmax. So longer neighbours change no bit either.
+The bits of `strict` depend on the query's own row alone. A kernel's rounding depends on the shapes
+it is given. So every call here has the same shapes: queries come in tiles of `TILE` positions moved
+to the batch axis, and keys in whole blocks of `KV_BLOCK`, the unit in which the library's kernel
+walks over keys. A block that is masked as a whole changes no bit of the kernel's running softmax.
+So longer neighbours change no bit either.
 
 A key's place in its block does change bits. So each query of a draft tree gets a copy of its row's
 keys in which its path lies as it would in a chain: q times the memory traffic, which `strict`

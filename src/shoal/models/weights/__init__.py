@@ -4,11 +4,11 @@ Users may still read, write and save the weights.
 
 matrix      one weight matrix and the products by it, in memory of huge pages
 panels      packed for the product kernel in C, those of int8 too
-parameter   a packed matrix as a tensor that reads, writes and saves as ever
+parameter   a packed matrix as a tensor that reads, writes and saves as ever; whether weights
+            were written
 layers      the layers of a model, given their forms; which form and which packing; several
             layers as one matrix
 groups      weights as whole numbers in groups, as in GGUF files
-versions    whether weights were written
 """
 
 from shoal.models.weights.layers import (

@@ -2,8 +2,8 @@
 
 They are the formats of GGUF files, and the 4-bit copy of a target that drafts for it. A weight is
 `number * scale + minimum` in float32. Features that meet them are rounded to 16 bits and a scale a
-group, so that a product adds whole numbers within a group (`tile.h`); or, where a matrix is exact,
-they are not rounded, and the products have the bits of those by the unpacked weights.
+group, so that a product adds whole numbers within a group (`tile.h`); or, if a matrix is exact,
+they are not rounded, and the products have the same bits as products by the unpacked weights.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The panels of 16 outputs are read from memory once and in order.
 
-A matrix of int8 has a scale per output; activations keep their format. The products are those of
-the matrix that the bytes and scales stand for, up to the rounding of float32: a byte is a float
-without rounding, and a sum is scaled at its end.
+A matrix of int8 has a scale per output; activations keep their format. The products equal products
+by the matrix of bytes times scales, up to the rounding of float32: a byte is a float without
+rounding, and a sum is scaled at its end.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ Tests of: models.structure, types.rollouts, models.quantize.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy
@@ -75,6 +76,16 @@ def test_a_row_that_came_to_its_limit_is_finished_and_truncated(loaded: shoal.Sh
     assert (ended.finished.tolist(), ended.truncated.tolist()) == ([True], [False])
     assert (cut.finished.tolist(), cut.truncated.tolist()) == ([True], [True])
     assert repr(cut) == "Rollouts(prompt_ids [1, 3], completion_ids [1, 8], 8 tokens, 1 rows truncated, cpu)"
+
+
+def test_a_stop_string_is_an_end_and_weights_stand_beside_their_rows(loaded: shoal.Shoal) -> None:
+    (output,) = loaded.generate(PROMPTS[0], 4, seed=3, max_new_tokens=3)
+    ends = zip(output.samples, ("stop", "eos", "length", "time"), (-1.5, None, 0.25, -0.5), strict=True)
+    samples = tuple(replace(sample, finish_reason=reason, log_weight=weight) for sample, reason, weight in ends)
+    found = rollouts([replace(output, samples=samples)], PAD, "cpu")
+    assert found.truncated.tolist() == [False, False, True, True]
+    assert found.finished.tolist() == [True, True, True, False]
+    assert found.log_weights.tolist() == [-1.5, 0.0, 0.25, -0.5]
 
 
 def test_no_samples_are_no_rows() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from shoal.evaluation.problems import Problem
 from shoal.evaluation.public_tests import PublicTests, Rewards
 from shoal.evaluation.tasks import Task
 from shoal.evaluation.token_tree import RollOut, TokenTree, WholeText, entropy
+from shoal.integrations.loglikelihoods import token_logprobs
 from shoal.testing import END, VOCABULARY, tiny_tokenizer
 from shoal.testing.scripted import one_hot, scripted
 
@@ -268,6 +270,8 @@ def test_a_text_is_executed_once_and_an_end_takes_no_row() -> None:
     assert rewards.of(["    return", "    return"]) == [1.0, 1.0]
     assert (rewards.asked, len(rewards.known)) == (4, 2)
     assert rewards.executed == ["    return 1\n", "    return"]
+    logprobs = token_logprobs(run.pair.target, [(run.prompt, each.token_ids) for each in run.programs])
+    assert [each.mean_logprob for each in run.programs] == pytest.approx([mean(each) for each in logprobs], abs=1e-5)
 
 
 def test_a_stop_string_ends_a_text_although_its_beginning_is_in_the_path() -> None:

@@ -164,6 +164,7 @@ def test_lengths_are_clamped_by_the_server_and_then_the_context() -> None:
     assert most("x" * 63) == 16  # the row ends by the context
     assert most("x" * 44, max_tokens=20) == 20
     assert refused(prompt="x" * 45, max_tokens=20) == ("prompt", 400)
+    assert refused(prompt=["a", "x" * 45], max_tokens=20) == ("prompt", 400)
     assert refused(prompt="x" * 64) == ("prompt", 400)
     assert parse(prompt="x" * 64, max_tokens=0, echo=True).prompts == [ids("x" * 64)]
     assert most("a", **{"settings": {"max_tokens": 9}}) == 9

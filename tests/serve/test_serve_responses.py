@@ -124,7 +124,7 @@ def test_an_answer_is_what_the_client_takes_it_for(server: Served) -> None:
         assert getattr(answer, name) == fields[name]
     plain = Response.model_validate(httpx.post(f"{server.url}/v1/responses", json={"input": "hi"}).json())
     assert (plain.temperature, plain.top_p, plain.metadata, plain.tools) == (1.0, 1.0, {}, [])
-    assert plain.tool_choice == "auto"
+    assert (plain.tool_choice, plain.max_output_tokens) == ("auto", None)
 
 
 def test_a_text_that_ends_is_completed(server: Served) -> None:

@@ -248,7 +248,7 @@ def test_calls_get_tokens_by_their_weights() -> None:
 
 def test_weights_that_are_not_looked_at_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def serve(self: Fairness, row: Row, tokens: int) -> None:
-        self._served[row.call] += tokens
+        self._tokens[row.call] += tokens
 
     monkeypatch.setattr(Fairness, "serve", serve)
     with pytest.raises(AssertionError):
@@ -295,7 +295,7 @@ def test_who_asked_for_nothing_before_gains_nothing_by_it() -> None:
 
 def test_a_counter_that_begins_at_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def enter(self: Fairness, rows: Sequence[Row]) -> None:
-        self._served[rows[0].call], self._rows[rows[0].call] = 0, len(rows)
+        self._tokens[rows[0].call], self._rows[rows[0].call] = 0, len(rows)
 
     monkeypatch.setattr(Fairness, "enter", enter)
     with pytest.raises(AssertionError):
@@ -338,7 +338,7 @@ def test_rows_that_depend_on_others_do_not_pause(kind: str) -> None:
     rows = [Row(replace(Request(LONG, 2), **{kind: True}), 0, i, 0, list(LONG), frozenset(), 99) for i in range(2)]
     fairness.enter(rows)
     fairness.serve(rows[0], 50)
-    fairness._served[1] = 0
+    fairness._tokens[1] = 0
     assert fairness.to_pause(rows, [1]) is None
     fairness.enter([])
 
@@ -371,7 +371,7 @@ def test_any_course_ends_and_serves_everybody(capacity: int, calls: Sequence[tup
             assert scheduler.waiting
             scheduler.pause(paused)
     assert all(count == 0 for count in left.values())
-    assert not scheduler.fairness._served
+    assert not scheduler.fairness._tokens
     assert not scheduler._groups.sizes
 
 

@@ -84,8 +84,8 @@ def count_round(
         name: the name of the engine's drafter.
         rounds: the number of rounds; in a run of several, each row has as many rounds as tokens.
     """
-    drafted, accepted = sum(map(len, tree.drafts)), sum([done.accepted for done in commits])
-    committed = sum([len(done.tokens) for done in commits])
+    drafted, accepted = sum(map(len, tree.drafts)), sum([one.accepted for one in commits])
+    committed = sum([len(one.tokens) for one in commits])
     stats.rounds += rounds
     stats.row_rounds += len(commits) if rounds == 1 else committed
     stats.drafted += drafted
@@ -113,11 +113,11 @@ def _count_by_drafter(
     stats: Stats, drafters: Sequence[Sequence[str]], commits: Sequence[Commit]
 ) -> None:
     proposed = [name for names in drafters for name in names]
-    kept = [
-        done.row.drafters[len(done.row.drafters) - len(done.tokens) :][: done.accepted]
-        for done in commits
+    accepted_names = [
+        commit.row.drafters[len(commit.row.drafters) - len(commit.tokens) :][: commit.accepted]
+        for commit in commits
     ]
-    accepted = [name for names in kept for name in names]
+    accepted = [name for names in accepted_names for name in names]
     for name in dict.fromkeys(proposed):
         stats.count_drafts(name, proposed.count(name), accepted.count(name))
 

@@ -134,7 +134,7 @@ class Decision:
     """A decision about a row that asks for a slot.
 
     Attributes:
-        kept: the content that the caches keep. Other prompts are given up, also if the row waits:
+        state: the content that the caches keep. Other prompts are given up, also if the row waits:
             it needs their memory.
         store: the stored prompts once the row is admitted.
         slot: the row's slot; None = the row waits.
@@ -142,7 +142,7 @@ class Decision:
         source: the source of its prompt, see `shoal.types.rounds.Admission`.
     """
 
-    kept: CacheState
+    state: CacheState
     store: PrefixStore
     slot: int | None = None
     origin: PromptOrigin = PromptOrigin.COMPUTE
@@ -169,16 +169,16 @@ def decide(
             has refused rows that are too large for that (`shoal.engine.memory.Memory.check`).
         known: the tokens of its prompt that need not be computed.
     """
-    for kept in _states(row, state, capacity):
-        origin, source = find_prompt(row, kept)
-        slot = choose_slot(row, origin, kept, budget, capacity, known)
+    for candidate in _states(row, state, capacity):
+        origin, source = find_prompt(row, candidate)
+        slot = choose_slot(row, origin, candidate, budget, capacity, known)
         if slot is None:
             return Decision(state, state.store)
-        store = _with_prompt(row, origin, kept.store, capacity)
-        decision = Decision(kept, store, slot, origin, source)
-        if fits([*kept.in_slots, row], max(len(kept.rows), slot + 1), store.prefixes):
+        store = _with_prompt(row, origin, candidate.store, capacity)
+        decision = Decision(candidate, store, slot, origin, source)
+        if fits([*candidate.in_slots, row], max(len(candidate.rows), slot + 1), store.prefixes):
             return decision
-    return Decision(kept, kept.store) if must_fit or state.in_slots else decision
+    return Decision(candidate, candidate.store) if must_fit or state.in_slots else decision
 
 
 def _states(row: Row, state: CacheState, capacity: int) -> Iterator[CacheState]:
@@ -248,7 +248,7 @@ class SlotRows:
         groups: for each slot, the group whose complete prompt it holds, or `NO_GROUP`.
         store: the stored prompts.
         filling: the row whose prompt is not complete yet; None = there is none.
-        filled: the number of tokens of that prompt that are computed.
+        computed_tokens: the number of tokens of that prompt that are computed.
     """
 
     def __init__(self, policy: str) -> None:
@@ -256,7 +256,7 @@ class SlotRows:
         self.groups: list[int] = []
         self.store = PrefixStore(policy)
         self.filling: Row | None = None
-        self.filled = 0
+        self.computed_tokens = 0
 
     def __contains__(self, row: Row) -> bool:
         return 0 <= row.slot < len(self.rows) and self.rows[row.slot] is row
@@ -294,9 +294,9 @@ class SlotRows:
         self.store, slot = decision.store, decision.slot
         if slot is None:
             return False
-        kept = len(decision.kept.rows)
-        del self.rows[kept:], self.groups[kept:]
-        if slot == kept:
+        count = len(decision.state.rows)
+        del self.rows[count:], self.groups[count:]
+        if slot == count:
             self.rows.append(None)
             self.groups.append(NO_GROUP)
         self.rows[slot], row.slot = row, slot
@@ -307,16 +307,16 @@ class SlotRows:
 
     def fill(self, row: Row, most: int) -> PrefillChunk:
         """Returns the next chunk of the row's prompt, of at most `most` tokens."""
-        start, length = self.filled, row.entry_length - 1
-        self.filled = min(start + most, length)
-        self.filling = row if self.filled < length else None
+        start, length = self.computed_tokens, row.entry_length - 1
+        self.computed_tokens = min(start + most, length)
+        self.filling = row if self.computed_tokens < length else None
         if self.filling is None and row.prefix is None:
             self.groups[row.slot] = row.group
-        return PrefillChunk(row, row.slot, start, self.filled)
+        return PrefillChunk(row, row.slot, start, self.computed_tokens)
 
     def rode(self, chunk: PrefillChunk) -> None:
         """Notes that a round's pass has computed a chunk of the prompt."""
-        self.filled = chunk.stop
+        self.computed_tokens = chunk.stop
 
     def leave(self, row: Row, is_last: bool) -> None:
         """Takes a row out of its slot if it has one, and gives up a prompt that no row needs.

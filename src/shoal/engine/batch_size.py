@@ -149,30 +149,34 @@ class AutoBatchSize:
         self._size, self._against = FIRST, 0
 
     def rows(self, running: int, waiting: int, seconds_per_token: float) -> int:
-        asked = running + waiting
+        total = running + waiting
         untried = next(
-            (size for size in self._sizes(self._size) if running <= size and not self._tried(size)),
+            (
+                size
+                for size in self._sizes(self._size)
+                if running <= size and not self._is_known(size)
+            ),
             0,
         )
         if untried:
-            rows = untried if asked >= 2 * untried else asked
+            rows = untried if total >= 2 * untried else total
         else:
-            rows = self._in_equal_batches(self._size, asked)
+            rows = self._in_equal_batches(self._size, total)
         return min(rows, self._within(seconds_per_token), MOST)
 
     def learn(self, rows: int, committed: int, seconds: float) -> None:
         if 2 * rows > FIRST and committed:  # smaller sizes are never compared
             size, cost = rounded(rows), seconds * rows / committed
-            known = self.costs.at(size)
-            self._tries[size] = 1 + (self._tries[size] if known is not None else 0)
-            self.costs.observe(rows, cost if known is None else min(cost, MOST_RISE * known))
+            estimate = self.costs.at(size)
+            self._tries[size] = 1 + (self._tries[size] if estimate is not None else 0)
+            self.costs.observe(rows, cost if estimate is None else min(cost, MOST_RISE * estimate))
             self._settle(rows)
 
     @staticmethod
     def _sizes(most: int) -> list[int]:
         return [FIRST << i for i in range((most // FIRST).bit_length())]
 
-    def _tried(self, size: int) -> bool:
+    def _is_known(self, size: int) -> bool:
         return (
             self._tries[size] >= (FIRST_TRIES if size == FIRST else 1)
             and self.costs.at(size) is not None
@@ -180,35 +184,35 @@ class AutoBatchSize:
 
     def _settle(self, rows: int) -> None:
         """Chooses the size by the costs of the tried sizes, while `rows` rows run."""
-        tried = [size for size in self._sizes(MOST) if self._tried(size)]
-        if not tried:  # more rows than the size may join at once
+        sizes = [size for size in self._sizes(MOST) if self._is_known(size)]
+        if not sizes:  # more rows than the size may join at once
             self._size = max(
                 self._size, next(size for size in self._sizes(MOST) if size >= min(rows, MOST))
             )
             return
         table = self.costs.table(MOST)
-        rates = [size / table[size] for size in tried]
+        rates = [size / table[size] for size in sizes]
         best = next(
-            size for size, rate in zip(tried, rates, strict=True) if rate >= (1 - GAIN) * max(rates)
+            size for size, rate in zip(sizes, rates, strict=True) if rate >= (1 - GAIN) * max(rates)
         )
-        wanted = min(2 * best, MOST) if best == tried[-1] <= self._size else best
-        if wanted == self._size:
+        target = min(2 * best, MOST) if best == sizes[-1] <= self._size else best
+        if target == self._size:
             self._against = 0
         # Rounds of other sizes do not renew the estimate of this size.
         elif rounded(rows) == self._size:
             self._against += 1
-        if self._against >= CHANGE_ROUNDS or (wanted > self._size and not self._tried(wanted)):
-            self._size, self._against = wanted, 0
+        if self._against >= CHANGE_ROUNDS or (target > self._size and not self._is_known(target)):
+            self._size, self._against = target, 0
 
-    def _in_equal_batches(self, size: int, asked: int) -> int:
-        """Returns a number of rows of which `asked` is nearly a multiple, at least `size`.
+    def _in_equal_batches(self, size: int, total: int) -> int:
+        """Returns a number of rows of which `total` is nearly a multiple, at least `size`.
 
         Returns `size` if the number costs more per row, or if many batches are to come, because the
         last one then matters little.
         """
-        if asked > MANY_BATCHES * size:
+        if total > MANY_BATCHES * size:
             return size
-        rows = min(math.ceil(asked / max(asked // size, 1)), MOST)
+        rows = min(math.ceil(total / max(total // size, 1)), MOST)
         table = self.costs.table(max(rows, size))
         return (
             rows if rows > size and table[rows] / rows <= (1 + GAIN) * table[size] / size else size
@@ -233,7 +237,7 @@ class BatchSizes:
     """
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Any, dict[str, AutoBatchSize]] = WeakKeyDictionary()
+        self._by_pair: WeakKeyDictionary[Any, dict[str, AutoBatchSize]] = WeakKeyDictionary()
 
     def of(self, max_batch: int | str, pair: object, lookahead: object) -> BatchSize:
         """Returns the batch size for a user's `max_batch`.
@@ -248,7 +252,7 @@ class BatchSizes:
             if isinstance(lookahead, (str, int, type(None)))
             else type(lookahead).__name__
         )
-        return self._known.setdefault(pair, {}).setdefault(name, AutoBatchSize())
+        return self._by_pair.setdefault(pair, {}).setdefault(name, AutoBatchSize())
 
 
 def batch_size_of(max_batch: int | BatchSize) -> BatchSize:

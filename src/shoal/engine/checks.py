@@ -57,13 +57,13 @@ def apply_checks(tree: DraftTree, scores: Scores, verdict: Verdict) -> Verdict:
             continue
         depth, states = refusals
         try:
-            drawn, probability, weight = _draw_passing_token(
+            other, probability, weight = _draw_passing_token(
                 scores, b, columns[depth], len(row.tokens) + depth, states, path[depth]
             )
         except Exception as error:
             _fail(scores, row, columns[depth], error)
             continue
-        accepted[b], token[b], probs[b, depth], changed = depth, drawn, probability, True
+        accepted[b], token[b], probs[b, depth], changed = depth, other, probability, True
         if row.request.weighted:
             weights[b].append(math.log(weight) if weight else -math.inf)
     if changed:
@@ -154,7 +154,7 @@ def _draws(seed: int, position: int) -> tuple[Following, Phantoms]:
 
 
 def _draw_passing_token(
-    scores: Scores, b: int, column: int, position: int, states: States, refused: int
+    scores: Scores, b: int, column: int, position: int, states: States, first: int
 ) -> tuple[int, float, float]:
     """Draws a token that passes; returns it, its probability under p, and its weight.
 
@@ -170,7 +170,7 @@ def _draw_passing_token(
     p = _p(scores, b, column)
     if not row.request.sampling.greedy:
         token, weight = awrs(
-            p, refused, passes, *_draws(row.seed, position), weighs=row.request.weighted
+            p, first, passes, *_draws(row.seed, position), weighs=row.request.weighted
         )
     if token is None:
         own = scores.of_row(b)
@@ -182,7 +182,7 @@ def _draw_passing_token(
             f"be completed"
         )
         scores.faults.setdefault(row, {})[column] = error
-        return refused, 1.0, 0.0
+        return first, 1.0, 0.0
     return token, float(p[token]), weight
 
 

@@ -65,16 +65,16 @@ def commit(
         row.drafted += len(names)
         for name in set(names):
             row.drafted_by[name] = row.drafted_by.get(name, 0) + names.count(name)
-        taken = _append(row, block, scores.logits.shape[-1])
+        count = _append(row, block, scores.logits.shape[-1])
         if b in failing and row.finish_reason is None:
             row.finish_reason, row.error = "error", failing[b][1]
-        kept = min(len(paths[b]), taken)
-        row.accepted += kept
-        row.drafters += [names[node] for node in paths[b][:kept]] + [None] * (taken - kept)
-        reported[b].add(row, taken)
+        length = min(len(paths[b]), count)
+        row.accepted += length
+        row.drafters += [names[node] for node in paths[b][:length]] + [None] * (count - length)
+        reported[b].add(row, count)
         if row.request.keep_logits:
-            row.logits += [scores.logits[b, column].clone() for column in columns[b][:taken]]
-        appended.append((row, block[:taken], tree.drafts[b], names, paths[b][:kept]))
+            row.logits += [scores.logits[b, column].clone() for column in columns[b][:count]]
+        appended.append((row, block[:count], tree.drafts[b], names, paths[b][:length]))
     now = clock()
     return [_commit(*each, now) for each in appended]
 
@@ -85,12 +85,12 @@ def commit_run(
     """Appends the tokens of several plain rounds to each row, up to the one that ends it."""
     appended = []
     for row, tokens, raw, processed in zip(rows, run.tokens, run.raw, run.processed, strict=True):
-        taken = _append(row, tokens, vocab_size)
-        row.rounds += taken
-        row.target_passes += taken
-        row.drafters += [None] * taken
-        Logprobs(raw, processed).add(row, taken)
-        appended.append((row, tokens[:taken]))
+        count = _append(row, tokens, vocab_size)
+        row.rounds += count
+        row.target_passes += count
+        row.drafters += [None] * count
+        Logprobs(raw, processed).add(row, count)
+        appended.append((row, tokens[:count]))
     now = clock()
     return [_commit(row, tokens, (), (), (), now) for row, tokens in appended]
 
@@ -146,11 +146,11 @@ def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
     """
     left, request = row.remaining, row.request
     if not (row.needs_text or row.checks or row.constraints or request.criteria):
-        taken = block[:left]
-        if row.eos.isdisjoint(taken):
-            row.tokens += taken
-            row.finish_reason = "length" if len(taken) == left else None
-            return len(taken)
+        tokens = block[:left]
+        if row.eos.isdisjoint(tokens):
+            row.tokens += tokens
+            row.finish_reason = "length" if len(tokens) == left else None
+            return len(tokens)
     for count, token in enumerate(block, start=1):
         row.tokens.append(token)
         try:
@@ -246,18 +246,18 @@ def finish(row: Row, now: float) -> Sample:
     Args:
         now: the seconds at the end of the round, by the clock of the row's deadline.
     """
-    text, kept = "", row.new_tokens
+    text, count = "", row.new_tokens
     if row.detokenizer is not None:
-        text, kept = row.detokenizer.final_text(
-            [] if row.needs_text else row.tokens[row.prompt_length :], kept
+        text, count = row.detokenizer.final_text(
+            [] if row.needs_text else row.tokens[row.prompt_length :], count
         )
-    text, kept, syntax = _cut(row, text, kept)
-    logprobs = row.logprobs[:kept]
+    text, count, syntax = _cut(row, text, count)
+    logprobs = row.logprobs[:count]
     return Sample(
         text=text,
-        token_ids=tuple(row.tokens[row.prompt_length :][:kept]),
+        token_ids=tuple(row.tokens[row.prompt_length :][:count]),
         logprobs=tuple(logprobs),
-        processed_logprobs=tuple(row.processed_logprobs[:kept]),
+        processed_logprobs=tuple(row.processed_logprobs[:count]),
         mean_logprob=sum(logprobs) / len(logprobs) if logprobs else math.nan,
         finish_reason=row.finish_reason or "cancelled",
         finished_at=now - row.request.submitted_at,
@@ -265,8 +265,8 @@ def finish(row: Row, now: float) -> Sample:
         drafted=row.drafted,
         accepted=row.accepted,
         target_passes=row.target_passes,
-        drafters=tuple(row.drafters[:kept]),
-        top_logprobs=tuple(row.top_logprobs[:kept]),
+        drafters=tuple(row.drafters[:count]),
+        top_logprobs=tuple(row.top_logprobs[:count]),
         error=None if row.error is None else str(row.error),
         in_time=row.deadline is None or now <= row.deadline,
         by_drafter=row.by_drafter,
@@ -277,20 +277,20 @@ def finish(row: Row, now: float) -> Sample:
     )
 
 
-def _cut(row: Row, text: str, kept: int) -> tuple[str, int, str | None]:
+def _cut(row: Row, text: str, length: int) -> tuple[str, int, str | None]:
     """Returns the text of a row, the number of its tokens, and `Sample.syntax`.
 
     A row that did not end by itself is cut at its best end.
     """
     if row.cutting is None:
-        return text, kept, None
+        return text, length, None
     if row.finish_reason == "eos":
-        return text, kept, "complete"
-    tokens = row.tokens[row.prompt_length :][:kept]
-    scores = end_scores(row.logprobs[:kept], row.end_logprobs)
+        return text, length, "complete"
+    tokens = row.tokens[row.prompt_length :][:length]
+    scores = end_scores(row.logprobs[:length], row.end_logprobs)
     best_end = row.cutting.best_end(tokens, scores, len(text))
     if best_end is None or row.finish_reason == "error":
-        return text, kept, "incomplete"
+        return text, length, "incomplete"
     size, count = best_end
     return text[:size], count, "cut"
 

@@ -190,19 +190,19 @@ class Detokenizer:
         """
         if self._prefix < 0:
             self._begin()
-        known = self._decode(self._ids[self._prefix : self._read])
+        before = self._decode(self._ids[self._prefix : self._read])
         grown = self._decode(self._ids[self._prefix :])
         if self._cut_prompt is not None and grown.startswith(self._cut_prompt):
-            known = self._cut_prompt  # the new tokens did not complete the character
+            before = self._cut_prompt  # the new tokens did not complete the character
         if not final and grown.endswith(REPLACEMENT):
-            flushed = len(self._ids) - self._read > 2 * LONGEST and self._flush(known, grown)
-            return self._extend(final=False) if flushed else grown[len(known) :]
-        if len(grown) > len(known):
-            self.text += grown[len(known) :]
+            flushed = len(self._ids) - self._read > 2 * LONGEST and self._flush(before, grown)
+            return self._extend(final=False) if flushed else grown[len(before) :]
+        if len(grown) > len(before):
+            self.text += grown[len(before) :]
             self._prefix, self._read, self._cut_prompt = self._read, len(self._ids), None
         return ""
 
-    def _flush(self, known: str, grown: str) -> bool:
+    def _flush(self, before: str, grown: str) -> bool:
         """Adds the text of bytes that can no longer become a character; False if there are none.
 
         The last ones wait: they may be the beginning of one. Byte fallback also writes whole
@@ -212,8 +212,8 @@ class Detokenizer:
         for cut in range(last + 1, last - LONGEST, -1):
             text = self._decode(self._ids[self._prefix : cut])
             own = self._decode(self._ids[cut:]), REPLACEMENT * (len(self._ids) - cut)
-            if len(text) > len(known) and grown in (text + own[0], text + own[1]):
-                self.text += text[len(known) :]
+            if len(text) > len(before) and grown in (text + own[0], text + own[1]):
+                self.text += text[len(before) :]
                 self._prefix, self._read, self._cut_prompt = self._read, cut, None
                 return True
         return False
@@ -263,10 +263,10 @@ class Detokenizer:
                 cut, end = ends if spelled is None else map(spelled.position_without_names, ends)
                 stops_in_text.append((cut, end, stop in self._rules.stops.shown))
         if stops_in_text:
-            cut, end, shown = min(stops_in_text, key=lambda one: one[0])
+            cut, end, is_shown = min(stops_in_text, key=lambda one: one[0])
             text = self.text + held_back
-            self.text, self.ends[-1] = text[: end if shown else cut], len(text)
-            self.kept = len(self.ends) if shown else self.covering(cut)
+            self.text, self.ends[-1] = text[: end if is_shown else cut], len(text)
+            self.kept = len(self.ends) if is_shown else self.covering(cut)
             self.stopped = True
 
     def covering(self, characters: int) -> int:
@@ -289,12 +289,12 @@ class Detokenizer:
         An end that may become a stop string is held back until it cannot.
         """
         safe = len(self.text)
-        held = [one for one in self._stops if one[0] not in self._rules.stops.shown]
-        if not final and held:
-            safe = min(self._safe(stop, is_marked) for stop, is_marked in held)
-        taken = self.text[self.shown : safe]
+        silent_stops = [one for one in self._stops if one[0] not in self._rules.stops.shown]
+        if not final and silent_stops:
+            safe = min(self._safe(stop, is_marked) for stop, is_marked in silent_stops)
+        text = self.text[self.shown : safe]
         self.shown = max(self.shown, safe)
-        return taken
+        return text
 
     def _safe(self, stop: str, is_marked: bool) -> int:
         """Returns the characters of the text that can no longer be part of this stop string."""

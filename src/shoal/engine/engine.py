@@ -320,10 +320,10 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[Commit]:
-        ended = self._batch.expire()
-        rows = self._stages.gather(ended)
+        cut_commits = self._batch.expire()
+        rows = self._stages.gather(cut_commits)
         if not rows:
-            return self._distinct.with_joint_draws(ended)
+            return self._distinct.with_joint_draws(cut_commits)
         watch = Stopwatch(self._stages.now)
         lengths = self._stages.lengths(rows)
         watch.note_plan()
@@ -332,7 +332,7 @@ class Engine:
         )
         self._batch.settle(commits, scores, verdict)
         self.stats.resampled += resample(
-            [done.row for done in commits if not done.row.finish_reason],
+            [commit.row for commit in commits if not commit.row.finish_reason],
             self.target.cache,
             [one.replace for one in (self.drafter, *self.guides) if one is not None],
         )
@@ -352,11 +352,14 @@ class Engine:
             rounds=rounds,
         )
         paths, _ = verdict.lists
-        riding, committed = self._stages.rides.tokens, sum([len(done.tokens) for done in commits])
+        riding, committed = (
+            self._stages.rides.tokens,
+            sum([len(commit.tokens) for commit in commits]),
+        )
         self.lookahead.learn(outcome(tree, paths, watch, drafter.preparing, rounds, riding))
         if not riding:
             self.batch_size.learn(len(rows), committed, sum(watch.laps))
-        return self._distinct.with_joint_draws(ended + commits)
+        return self._distinct.with_joint_draws(cut_commits + commits)
 
     def _one(self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch) -> Computed:
         """Computes a round of these draft lengths, and commits it."""

@@ -99,7 +99,7 @@ class Guide:
             return None
         read = self._own(rows)
         self.slots.place(read, guided)
-        own = [b for b, wanted in enumerate(guided) if wanted]
+        own = [b for b, is_guided in enumerate(guided) if is_guided]
         tokens, counts, parents = block
         own_counts = [counts[b] for b in own]
         width = max(own_counts)  # the drafts of other rows may be longer
@@ -125,11 +125,11 @@ class Guide:
                 with weight 0, and 0 * NaN is NaN.
         """
         cache = self.runner.cache
-        for row, kept in zip(rows, columns, strict=True):
+        for row, own in zip(rows, columns, strict=True):
             if _is_guided(row):
                 read = self._as_read(row)
                 slot = self.slots.of(read)
-                cache.keep(slot, len(read.tokens) - 1 - len(kept), kept)
+                cache.keep(slot, len(read.tokens) - 1 - len(own), own)
                 if any(isinstance(error, BadLogits) for error in faults.get(row, {}).values()):
                     cache.zero_non_finite(slot)
 

@@ -104,8 +104,8 @@ def _copies(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     for row in rows:
         row.log_weight = mean
     sources = [row for row, count in zip(rows, counts, strict=True) for _ in range(count - 1)]
-    gone = [row for row, count in zip(rows, counts, strict=True) if not count]
-    return list(zip(gone, sources, strict=True))
+    targets = [row for row, count in zip(rows, counts, strict=True) if not count]
+    return list(zip(targets, sources, strict=True))
 
 
 def systematic(logs: Sequence[float], uniform: float) -> list[int]:
@@ -164,11 +164,11 @@ class Distinct:
         if not self._draws:
             return commits
         tries = dict.fromkeys(
-            done.row.beginning.trie
-            for done in commits
-            if done.row.request.distinct and done.row.finish_reason
+            commit.row.beginning.trie
+            for commit in commits
+            if commit.row.request.distinct and commit.row.finish_reason
         )
-        return [*commits, *(drawn for trie in tries for drawn in self._draw_held_rows(trie))]
+        return [*commits, *(joint for trie in tries for joint in self._draw_held_rows(trie))]
 
     def _draw_held_rows(self, trie: Trie) -> Iterator[Commit]:
         """Draws the texts of held rows, as long as the first row that is left is held."""

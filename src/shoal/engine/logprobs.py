@@ -34,7 +34,7 @@ class Logprobs(NamedTuple):
         top: the most probable tokens, if the row's request asks for them.
         weights: see `Row.log_weight`.
         ends: the log-probabilities of the EOS tokens, see `Row.end_logprobs`.
-        seen: the values from which estimates learn (`shoal.constraints.estimates`).
+        values: the values from which estimates learn (`shoal.constraints.estimates`).
     """
 
     raw: Sequence[float]
@@ -42,18 +42,18 @@ class Logprobs(NamedTuple):
     top: Sequence[TopLogprobs] = ()
     weights: Sequence[float] = ()
     ends: Sequence[float] = ()
-    seen: Sequence[DrawnValues] = ()
+    values: Sequence[DrawnValues] = ()
 
-    def add(self, row: Row, taken: int) -> None:
-        """Adds the values of the first `taken` tokens, which are the row's last, to the row."""
-        row.logprobs += self.raw[:taken]
-        row.processed_logprobs += self.processed[:taken]
-        row.top_logprobs += self.top[:taken]
-        row.log_allowed += sum(self.weights[:taken])
-        row.log_weight += sum(self.weights[:taken])
-        row.end_logprobs += self.ends[:taken]
-        if row.beginning is not None and taken:
-            row.beginning = row.beginning.learn(row.tokens[-taken:], self.seen[:taken])
+    def add(self, row: Row, count: int) -> None:
+        """Adds the values of the first `count` tokens, which are the row's last, to the row."""
+        row.logprobs += self.raw[:count]
+        row.processed_logprobs += self.processed[:count]
+        row.top_logprobs += self.top[:count]
+        row.log_allowed += sum(self.weights[:count])
+        row.log_weight += sum(self.weights[:count])
+        row.end_logprobs += self.ends[:count]
+        if row.beginning is not None and count:
+            row.beginning = row.beginning.learn(row.tokens[-count:], self.values[:count])
 
 
 def logprobs_of(
@@ -71,21 +71,21 @@ def logprobs_of(
         scores: the target's scores.
         verdict: the verdict of the rule.
     """
-    known = verdict.raw_logprobs
-    raw = _raw(scores.logits, blocks, columns) if known is None else known.tolist()
+    by_kernel = verdict.raw_logprobs
+    raw = _raw(scores.logits, blocks, columns) if by_kernel is None else by_kernel.tolist()
     processed = verdict.probs.log().tolist()
     logprobs = []
     for b, row in enumerate(rows):
         if not (row.request.top_logprobs or row.request.weighted or row.cutting is not None):
             logprobs.append(Logprobs(raw[b], processed[b]))
             continue
-        weights, seen = _weights(scores, row, b, blocks[b], columns[b])
+        weights, values = _weights(scores, row, b, blocks[b], columns[b])
         if row.request.distinct:
-            processed[b] = [math.log(each.p) if each.p else -math.inf for each in seen]
+            processed[b] = [math.log(each.p) if each.p else -math.inf for each in values]
         checked = verdict.check_weights.get(b, ())
         weights = [one + other for one, other in zip_longest(weights, checked, fillvalue=0.0)]
         top, ends = _top(scores, row, b, columns[b]), _ends(scores, row, b, columns[b])
-        logprobs.append(Logprobs(raw[b], processed[b], top, weights, ends, seen))
+        logprobs.append(Logprobs(raw[b], processed[b], top, weights, ends, values))
     return logprobs
 
 
@@ -121,12 +121,12 @@ def _weights(
         return [], []
     own, sampling = scores.of_row(place), row.request.sampling
     logits, positions = own.logits, own.positions
-    allowed = masks.allowed_tokens(positions, logits)
+    mask = masks.allowed_tokens(positions, logits)
     at = list(columns[:count])
     free = unbound(logits, sampling, positions, {})[0, at].double()
     inside = (free / sampling.temperature).log_softmax(-1)
-    if allowed is not None:
-        inside = inside.masked_fill(~allowed[0, at], -math.inf)
+    if mask is not None:
+        inside = inside.masked_fill(~mask[0, at], -math.inf)
     masses = inside.logsumexp(-1)
     if row.beginning is None:
         return masses.tolist(), []
@@ -144,14 +144,14 @@ def _drawn_values(row: Row, block: Sequence[int], inside: Tensor) -> list[DrawnV
         inside: natural log of p at each token, [tokens, vocab]; -inf for tokens that are not
             allowed.
     """
-    drawn = inside[range(len(block)), list(block)].exp().tolist()
+    probs = inside[range(len(block)), list(block)].exp().tolist()
     counts = inside.isfinite().sum(-1).tolist()
     nodes = [row.beginning.after(block[:place]) for place in range(len(block))]
-    known = [[] if node is None else list(node.children) for node in nodes]
+    below = [[] if node is None else list(node.children) for node in nodes]
     for place, token in enumerate(block):
-        inside[place, [*known[place], token]] = -math.inf
+        inside[place, [*below[place], token]] = -math.inf
     rests = inside.logsumexp(-1).exp().tolist()
-    return [DrawnValues(*each) for each in zip(counts, drawn, rests, map(len, known), strict=True)]
+    return [DrawnValues(*each) for each in zip(counts, probs, rests, map(len, below), strict=True)]
 
 
 def _raw(

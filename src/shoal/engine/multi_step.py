@@ -82,14 +82,14 @@ class MultiStep:
         step = self._steps(rows, slots, raw)
         if step is None:
             return None
-        held = [target.cache.lengths[slot] for slot in slots]
+        lengths = [target.cache.lengths[slot] for slot in slots]
         deadline = min((row.deadline for row in rows if row.deadline is not None), default=None)
         left = {b: (row.remaining, row.eos) for b, row in enumerate(rows)}  # rows that go on
         tokens: list[list[int]] = []
         probs: list[Tensor] = []
-        while len(tokens) < rounds and (drawn := step()) is not None:
-            tokens.append(drawn.tokens.tolist())
-            probs.append(drawn.confidence)
+        while len(tokens) < rounds and (draws := step()) is not None:
+            tokens.append(draws.tokens.tolist())
+            probs.append(draws.confidence)
             count, new = len(tokens), tokens[-1]
             for b in [b for b, (most, eos) in left.items() if count == most or new[b] in eos]:
                 del left[b]
@@ -98,7 +98,7 @@ class MultiStep:
                 break
         else:
             if len(tokens) < rounds:  # a row has no distribution: its round is computed by itself
-                self._give_back(slots, [length + len(tokens) for length in held])
+                self._give_back(slots, [length + len(tokens) for length in lengths])
         if not tokens:
             return None
         processed = torch.stack(probs, dim=1).log().tolist()

@@ -117,8 +117,8 @@ class PrefixCache:
         if slots is not None and slots.computes_prompts and slots.runner.hf is memory.draft_model:
             _ = slots.runner.memory.token_bytes
             slots.kept = memory.kept_for_drafts
-        self._kept, self._cache, self._memory = memory.kept, target.cache, memory
-        self._kept.serves(self._cache)
+        self._store, self._cache, self._memory = memory.kept, target.cache, memory
+        self._store.serves(self._cache)
 
     @property
     def allocated_bytes(self) -> int:
@@ -136,7 +136,7 @@ class PrefixCache:
 
         The prompt's last token does not count.
         """
-        return self._kept.kept_length(row.request.owner, row.tokens[: row.entry_length - 1])
+        return self._store.kept_length(row.request.owner, row.tokens[: row.entry_length - 1])
 
     def promise(self, row: Row, other: Row) -> int:
         """Returns how many tokens will be kept once another row has had a round.
@@ -147,18 +147,18 @@ class PrefixCache:
             return 0
         prompt = other.request.prompt_ids
         shared = common(row.tokens[: row.entry_length - 1], prompt)
-        return self._kept.reachable(shared, len(prompt) - 1)
+        return self._store.reachable(shared, len(prompt) - 1)
 
     def restore(self, row: Row, count: int) -> None:
         """Copies the first `count` tokens of the row's prompt to its place in the cache.
 
         `kept_length` returned the number in this round.
         """
-        self._kept.load(self._cache, row.request.owner, row.tokens[:count], row.slot, row.prefix)
+        self._store.load(self._cache, row.request.owner, row.tokens[:count], row.slot, row.prefix)
 
     def keep(self, row: Row) -> None:
         """Keeps all tokens in the cache of a row that is to be paused."""
-        self._kept.keep(self._cache, row.request.owner, row.tokens[:-1], row.slot)
+        self._store.keep(self._cache, row.request.owner, row.tokens[:-1], row.slot)
 
     def learn(self, commits: Sequence[Commit]) -> None:
         """Keeps tokens with which later rows may begin.
@@ -166,12 +166,12 @@ class PrefixCache:
         Args:
             commits: the commits of rows that have just had one or more rounds without a fault.
         """
-        for row, new in ((done.row, len(done.tokens)) for done in commits):
+        for row, new in ((commit.row, len(commit.tokens)) for commit in commits):
             if row.finish_reason and row.request.n == 1:
                 self.keep(row)
             elif row.new_tokens == new and not row.index:
-                self._kept.keep(self._cache, row.request.owner, row.request.prompt_ids, row.slot)
-            self._kept.settle(self._cache, row.slot)
+                self._store.keep(self._cache, row.request.owner, row.request.prompt_ids, row.slot)
+            self._store.settle(self._cache, row.slot)
 
 
 def policy_for(prefix_sharing: str, models: Sequence[KeyValueMemory]) -> str:

@@ -59,14 +59,14 @@ class Batch:
 
     # ── joining ───────────────────────────────────────────────────────────────────────────────────
 
-    def gather(self, ended: list[Commit], *, drafting: bool) -> Sequence[Row]:
+    def gather(self, commits: list[Commit], *, drafting: bool) -> Sequence[Row]:
         """Returns the rows of this round, with their prompts in the caches and adjacent slots.
 
         The list is empty also if no row runs for now and rows have ended, or the caller interrupts:
         both are before the next prompt, or piece of one, is computed.
 
         Args:
-            ended: receives rows without memory, and rows whose deadline passes while prompts are
+            commits: receives rows without memory, and rows whose deadline passes while prompts are
                 computed.
             drafting: True if the drafter computes long prompts along with the target.
         """
@@ -82,12 +82,12 @@ class Batch:
                 # The frames hold the tensors of the pass, and rows keep their error.
                 failure = error.with_traceback(None)
             if failure is not None:
-                ended += self._refuse(round_, failure)
+                commits += self._refuse(round_, failure)
                 continue
             late = self.expire()
             rows = self.close_up() if late else round_.rows
-            ended += late
-            if rows or ended or self.scheduler.waiting.interrupted():
+            commits += late
+            if rows or commits or self.scheduler.waiting.interrupted():
                 return rows
 
     def close_up(self) -> Sequence[Row]:
@@ -101,12 +101,12 @@ class Batch:
 
         Raises the error if there are none.
         """
-        refused = self.scheduler.refuse(round_)
-        if not refused:
+        rows = self.scheduler.refuse(round_)
+        if not rows:
             raise error
-        moves = [move for move in round_.moves if move.row not in refused]
+        moves = [move for move in round_.moves if move.row not in rows]
         prefill(self.target, ScheduledRound(round_.rows, moves=moves))
-        return self.cut(refused, "error", error)
+        return self.cut(rows, "error", error)
 
     def _prefill(self, round_: ScheduledRound, drafting: bool) -> None:
         started = self.clock()
@@ -239,25 +239,25 @@ class Batch:
 
         Rows that have ended leave.
         """
-        kept = verdict.columns([done.tokens for done in commits])
-        for done, columns in zip(commits, kept, strict=True):
-            row, cache = done.row, self.target.cache
+        of_rows = verdict.columns([commit.tokens for commit in commits])
+        for commit, columns in zip(commits, of_rows, strict=True):
+            row, cache = commit.row, self.target.cache
             cache.keep(row.slot, len(row.tokens) - 1 - len(columns), columns)
-            if scores.odds is not None and done.tokens:
-                scores.odds.learn(row, columns, done.tokens[-1])
-        rows = [done.row for done in commits]
+            if scores.odds is not None and commit.tokens:
+                scores.odds.learn(row, columns, commit.tokens[-1])
+        rows = [commit.row for commit in commits]
         for one in self.guides:
-            one.keep(rows, kept, scores.faults)
+            one.keep(rows, of_rows, scores.faults)
         if self.kept is not None:
-            self.kept.learn([done for done in commits if done.row not in scores.faults])
+            self.kept.learn([commit for commit in commits if commit.row not in scores.faults])
         if self.drafter is not None:
             self.drafter.observe(rows, scores, verdict)
-        for done in commits:
-            self.scheduler.fairness.serve(done.row, len(done.tokens))
-        ended = [row for row in rows if row.finish_reason]
-        if ended:
-            self.remove([row for row in ended if row.held_at is None])
-            self.hold([row for row in ended if row.held_at is not None])
+        for commit in commits:
+            self.scheduler.fairness.serve(commit.row, len(commit.tokens))
+        finished = [row for row in rows if row.finish_reason]
+        if finished:
+            self.remove([row for row in finished if row.held_at is None])
+            self.hold([row for row in finished if row.held_at is not None])
         self.zero_faults(scores)
         self.pause()
 

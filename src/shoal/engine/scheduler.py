@@ -152,15 +152,15 @@ class Scheduler:
         """
         groups = {chunk.row.group for chunk in round_.chunks}
         self.slots.forget_groups(groups)
-        refused = list(
+        rows = list(
             dict.fromkeys(
                 [*(a.row for a in round_.admissions), *(chunk.row for chunk in round_.chunks)]
             )
         )
-        for row in refused:
+        for row in rows:
             self.slots.forget(row.slot)
-        self.remove(refused)
-        return refused
+        self.remove(rows)
+        return rows
 
     def expire(self, now: float) -> list[Row]:
         """Removes the rows whose deadline has passed; returns them."""
@@ -187,7 +187,7 @@ class Scheduler:
                 break
             admissions.append(admission)
             if admission.origin is PromptOrigin.COMPUTE:
-                slots.filled = admission.restored
+                slots.computed_tokens = admission.restored
                 budget -= self._prefill(admission.row, budget, chunks)
         return self.close_up(admissions, chunks)
 
@@ -230,7 +230,7 @@ class Scheduler:
         A chunk that can ride is not added: the round's pass takes it along.
         """
         slots = self.slots
-        if row is slots.filling or row.entry_length - 1 - slots.filled > most:
+        if row is slots.filling or row.entry_length - 1 - slots.computed_tokens > most:
             slots.filling = row
             if self.riding() is not None:
                 return 0
@@ -240,12 +240,12 @@ class Scheduler:
 
     def riding(self) -> PrefillChunk | None:
         """Returns the chunk that is to ride in the pass of the running rows; None = none is."""
-        row, stop = self.slots.filling, self.slots.filled + RIDING
+        row, stop = self.slots.filling, self.slots.computed_tokens + RIDING
         if row is None or row.prefix is not None or stop >= row.entry_length - 1:
             return None
         if not self.running or not self.carries():
             return None
-        return PrefillChunk(row, row.slot, self.slots.filled, stop)
+        return PrefillChunk(row, row.slot, self.slots.computed_tokens, stop)
 
     def _admit(self, budget: int, computed: Sequence[Row]) -> Admission | None:
         """Gives a slot to the next row of the queue; returns None if the row waits.
@@ -257,10 +257,10 @@ class Scheduler:
         call, groups = self.fairness.first(self.waiting.calls), self.slots.replaceable_groups
         row = self.waiting.first(call, groups)
         state = self.slots.state(computed)
-        known = 0
+        restorable = 0
         if self.kept is not None and find_prompt(row, state)[0] is PromptOrigin.COMPUTE:
-            known = self.kept.kept_length(row)
-            if any(self.kept.promise(row, other) >= known + MIN_WAIT for other in computed):
+            restorable = self.kept.kept_length(row)
+            if any(self.kept.promise(row, other) >= restorable + MIN_WAIT for other in computed):
                 return None
         decision = decide(
             row,
@@ -269,12 +269,12 @@ class Scheduler:
             capacity=self.capacity,
             fits=self.fits,
             must_fit=self.memory_reserved,
-            known=known,
+            known=restorable,
         )
         if not self.slots.seat(row, decision):
             return None
         self.waiting.remove(row)
-        restored = known if decision.origin is PromptOrigin.COMPUTE else 0
+        restored = restorable if decision.origin is PromptOrigin.COMPUTE else 0
         if not row.paused_at:
             row.restored = restored
         return Admission(row, decision.origin, decision.source, restored)

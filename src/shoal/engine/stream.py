@@ -121,7 +121,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
 
         Their tokens so far stay in the result, marked "cancelled".
         """
-        chosen = [
+        to_cancel = [
             row
             for i, rows in enumerate(self.rows)
             if prompt in (None, i)
@@ -129,7 +129,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
             if sample in (None, row.index)
         ]
         with self._turn:
-            self._take([] if self._engine is None else self._engine.cancel(chosen))
+            self._take([] if self._engine is None else self._engine.cancel(to_cancel))
 
     def close(self) -> None:
         """Cancels the rows that run and frees the caches; `result()` stays available."""
@@ -162,7 +162,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         for c in commits:
             if c.sample is not None:
                 self._samples[id(c.row)] = c.sample
-            ended = None if c.sample is None else c.sample.finish_reason
+            reason = None if c.sample is None else c.sample.finish_reason
             self._queue.append(
                 Increment(
                     self._prompt[id(c.row)],
@@ -170,7 +170,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
                     c.text,
                     token_ids=tuple(c.tokens),
                     accepted=c.accepted,
-                    finish_reason=ended,
+                    finish_reason=reason,
                     result=c.sample,
                 )
             )
@@ -190,16 +190,16 @@ def _follow(increments: Iterable[Increment], rows: int, most: int) -> None:
 
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    shown = sys.stderr.isatty() or console.is_jupyter
-    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+    visible = sys.stderr.isatty() or console.is_jupyter
+    with Progress(*columns, console=console, transient=True, disable=not visible) as bar:
         task = bar.add_task(_description(0, rows, 0), total=rows * most)
-        tokens = ended = cut = 0
+        tokens = over = cut = 0
         for increment in increments:
             tokens += len(increment.token_ids)
             if increment.result is not None:
-                ended, cut = ended + 1, cut + most - len(increment.result.token_ids)
-            bar.update(task, completed=tokens + cut, description=_description(ended, rows, tokens))
+                over, cut = over + 1, cut + most - len(increment.result.token_ids)
+            bar.update(task, completed=tokens + cut, description=_description(over, rows, tokens))
 
 
-def _description(ended: int, rows: int, tokens: int) -> str:
-    return f"{ended}/{rows} rows, {tokens} tokens"
+def _description(over: int, rows: int, tokens: int) -> str:
+    return f"{over}/{rows} rows, {tokens} tokens"

@@ -46,8 +46,8 @@ def rule_of(speculation: Speculation, samplings: Sequence[Sampling]) -> Rule:
 
     A seed asks for the same tokens again, which only the coupled rule gives with any draft lengths.
     """
-    chosen = "rejection" if all(sampling.seed is None for sampling in samplings) else "coupled"
-    return RULES[chosen if speculation.rule == "auto" else speculation.rule]()
+    default = "rejection" if all(sampling.seed is None for sampling in samplings) else "coupled"
+    return RULES[default if speculation.rule == "auto" else speculation.rule]()
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class RequestValidator:
         self._check(request)
         constraints = self._constraints(request)
         limits, prompt = request.limits, request.prompt_ids
-        asked = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-        seed = group_seed(asked, request.asked_ids, request.occurrence)
+        number = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+        seed = group_seed(number, request.asked_ids, request.occurrence)
         deadline = request.submitted_at + limits.time_budget if limits.time_budget else None
         eos, draft_context = self._ends(request), self._memory.draft_context(request)
         group, self._groups = self._groups, self._groups + 1
@@ -341,8 +341,8 @@ class RequestValidator:
         own = [
             constraint for constraint in request.constraints if isinstance(constraint, Constraint)
         ]
-        given = [request.sampling.grammar, *request.constraints]
-        grammars = [grammar for grammar in given if isinstance(grammar, Grammar)]
+        every = [request.sampling.grammar, *request.constraints]
+        grammars = [grammar for grammar in every if isinstance(grammar, Grammar)]
         filters = [each for each in request.constraints if isinstance(each, Filter)]
         if not grammars and not filters:
             return own
@@ -381,11 +381,11 @@ class RequestValidator:
 
         Each of them alone allows some.
         """
-        given = [row.request.sampling.grammar, *row.request.constraints]
-        ours = any(isinstance(each, Grammar | Filter) for each in given)
+        every = [row.request.sampling.grammar, *row.request.constraints]
+        ours = any(isinstance(each, Grammar | Filter) for each in every)
         if ours and len(row.constraints) > 1 and not masks.may_begin(row, self.vocab_size):
             names = ", ".join(
-                f"{each!r:.80}" for each in given if isinstance(each, Grammar | Filter | Constraint)
+                f"{each!r:.80}" for each in every if isinstance(each, Grammar | Filter | Constraint)
             )
             raise RequestError(
                 f"no token may begin a text under all constraints of the request, {names}; "

@@ -171,9 +171,9 @@ class Stages:
                 decided.verdict,
             )
         if not self._gathered:
-            wanted = dict(zip(rows, lengths, strict=True))
+            length_of = dict(zip(rows, lengths, strict=True))
             rows = self._batch.close_up()
-            lengths = [wanted[row] for row in rows]
+            lengths = [length_of[row] for row in rows]
         uniforms, tree = self._propose(rows, lengths, watch)
         watch.lap()
         tree = self._forced.joined(rows, tree)

@@ -242,25 +242,25 @@ class Fairness:
 
     def __init__(self, quantum: int | None = None) -> None:
         self._quantum = quantum
-        self._served: dict[int, float] = {}
+        self._tokens: dict[int, float] = {}
         self._rows: Counter[int] = Counter()
 
     def enter(self, rows: Sequence[Row]) -> None:
         """Adds rows of a call, mostly a new one."""
         if rows:
             call = rows[0].call
-            self._served.setdefault(call, min(self._served.values(), default=0))
+            self._tokens.setdefault(call, min(self._tokens.values(), default=0))
             self._rows[call] += len(rows)
 
     def leave(self, row: Row) -> None:
         """Removes a row that has ended."""
         self._rows[row.call] -= 1
         if not self._rows[row.call]:
-            del self._rows[row.call], self._served[row.call]
+            del self._rows[row.call], self._tokens[row.call]
 
     def serve(self, row: Row, tokens: int) -> None:
         """Counts the tokens that a row, which has not ended, has committed."""
-        self._served[row.call] += tokens / row.request.weight
+        self._tokens[row.call] += tokens / row.request.weight
 
     def first(self, calls: Iterable[int]) -> int:
         """Returns the call whose row is next.
@@ -269,7 +269,7 @@ class Fairness:
             calls: the calls that wait, in the order in which they came.
         """
         return (
-            next(iter(calls)) if self._quantum is None else min(calls, key=self._served.__getitem__)
+            next(iter(calls)) if self._quantum is None else min(calls, key=self._tokens.__getitem__)
         )
 
     def to_pause(self, running: Sequence[Row], waiting: Iterable[int]) -> Row | None:
@@ -285,8 +285,8 @@ class Fairness:
         candidates = [row for row in running if not (row.request.resampled or row.request.distinct)]
         if self._quantum is None or not candidates:
             return None
-        ahead = max((row.call for row in candidates), key=self._served.__getitem__)
-        if self._served[ahead] - self._served[self.first(waiting)] <= self._quantum:
+        ahead = max((row.call for row in candidates), key=self._tokens.__getitem__)
+        if self._tokens[ahead] - self._tokens[self.first(waiting)] <= self._quantum:
             return None
         return min(
             (row for row in candidates if row.call == ahead),

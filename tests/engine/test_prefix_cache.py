@@ -281,8 +281,8 @@ def test_a_draft_model_keeps_its_own(sharing: str, wrong: bool, monkeypatch: pyt
     keeping = engine_of(target, target, Fixed(3), max_batch=8, rule=Coupled(), prefix_bytes=ROOM, prefix_sharing=sharing)
     if wrong:  # the first token all over, in the draft model's alone
         kept = keeping.drafter.memory.slots.kept
-        found = kept._found
-        monkeypatch.setattr(kept, "_found", lambda *asked: found(*asked)[:1] * len(found(*asked)))
+        found = kept._cells_of
+        monkeypatch.setattr(kept, "_cells_of", lambda *asked: found(*asked)[:1] * len(found(*asked)))
     ask(keeping, [*SYSTEM, *TAILS[0]], 2)
     ask(keeping, [*SYSTEM, *TAILS[1]], 2)
     assert sum(fed) == len(SYSTEM) + len(TAILS[0]) - 1 + len(TAILS[1]) - 1
@@ -577,13 +577,13 @@ def test_what_is_no_number_of_bytes(wrong: Any) -> None:
 
 
 def one_cell_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = KeptPrefixes._found
+    found = KeptPrefixes._cells_of
 
     def late(self: KeptPrefixes, owner: str, tokens: Sequence[int]) -> list[int]:
         cells = found(self, owner, tokens)
         return [*cells[:1], *cells[:-1]]
 
-    monkeypatch.setattr(KeptPrefixes, "_found", late)
+    monkeypatch.setattr(KeptPrefixes, "_cells_of", late)
 
 
 def other_layers(monkeypatch: pytest.MonkeyPatch) -> None:

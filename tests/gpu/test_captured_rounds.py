@@ -304,12 +304,12 @@ def wrong_draw(*arguments: Any, **options: Any) -> Any:
 
 
 verified, placed, fed = RoundFunctions.verified, Block.placed, round_functions.feed
-written, stepped = View._written, round_functions.stepped
+written, stepped = View._stored, round_functions.stepped
 SABOTAGES: dict[str, tuple[Any, str, Any, str]] = {
     "decision": (RoundFunctions, "verified", wrong_decision, "decides"),
     "position": (Block, "placed", wrong_position, "logits diverge"),
     "cell": (Block, "placed", wrong_cell, "logits diverge"),
-    "layer": (View, "_written", wrong_layer, "logits diverge"),
+    "layer": (View, "_stored", wrong_layer, "logits diverge"),
     "step": (round_functions, "feed", wrong_step, "logits diverge"),
     "draw": (round_functions, "stepped", wrong_draw, "does not draw from the distribution"),
 }

@@ -93,7 +93,7 @@ def test_prompts_are_waited_for_before_a_round_begins(device: Pretend, monkeypat
     waited: list[bool] = []
 
     def taking(self: RunnerCounts) -> Any:
-        ends = [moments._events[1] for moments in self._spans._all[: self._spans._used][-1:]]
+        ends = [moments._events[1] for moments in self._spans._all[: self._spans._next][-1:]]
         taken = take(self)
         waited.extend(end.waited for end in ends)
         return taken

@@ -46,7 +46,7 @@ def one_key_too_few(patch: pytest.MonkeyPatch) -> None:
 
 def in_last_layer(write: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        written = View._written
+        written = View._stored
 
         def wrong(self: View, store: Tensor, states: Tensor) -> Tensor:
             if self._layer < LAYERS - 1:
@@ -55,7 +55,7 @@ def in_last_layer(write: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[
             write(store.view(-1, numbers.shape[1]), self.block.cells, numbers)
             return self._of_rows(store)
 
-        patch.setattr(View, "_written", wrong)
+        patch.setattr(View, "_stored", wrong)
 
     return plant
 

@@ -121,7 +121,7 @@ def rewritten(self: CapturedRound, name: str) -> Any:
 
 def early(self: Arrival) -> Any:
     """The host reads results that it did not wait for."""
-    return self._found.numpy()
+    return self._numbers.numpy()
 
 
 run = CapturedRound._run

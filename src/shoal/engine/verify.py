@@ -284,8 +284,8 @@ def verify(
     columns = None if tree.probes is None else logits
     scores = replace(scores, hidden=target.hidden, columns=columns, odds=odds)
     if not all(finite(one[..., 0]) for one in (logits, *guiding)):
-        # A state that is NaN makes NaN of every logit. What its column has left in the cache must
-        # be found wherever it stands.
+        # A state that is NaN makes NaN of every logit. `p` notes the fault of each such column, so
+        # that its cells in the cache are zeroed although no accepted path may lead there.
         scores.p()
         _note_probes(scores, logits, target)
     return scores

@@ -146,8 +146,8 @@ class BlockHeads(nn.Module):
         for number, layer in enumerate(layers):
             own, normed = layer.self_attn, layer.input_layernorm(x)
             query = _turned(own.q_norm(_by_head(own, own.q_proj, normed)), rotary)
-            seen = attend(number, query, *_keys(own, normed, rotary))
-            x = x + own.o_proj(seen.flatten(2))
+            output = attend(number, query, *_keys(own, normed, rotary))
+            x = x + own.o_proj(output.flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         states: Tensor = self.norm(x)
         return states

@@ -289,16 +289,16 @@ def cache_name(hf: Any) -> str:
     raise InternalError("Transformers knows neither cache nor past_key_values")
 
 
-def _side_by_side(found: Any, layers: Sequence[int]) -> Tensor:
+def _side_by_side(output: Any, layers: Sequence[int]) -> Tensor:
     """Returns the hidden states of some layers side by side, [rows, q, layers * width].
 
     Raises:
         UnsupportedModel: the model's output has no such states.
     """
-    states = getattr(found, "hidden_states", None)
+    states = getattr(output, "hidden_states", None)
     if states is None or max(layers) >= len(states):
         raise UnsupportedModel(
-            f"{type(found).__name__} has no hidden states of layers {list(layers)}, which the "
+            f"{type(output).__name__} has no hidden states of layers {list(layers)}, which the "
             f"drafter reads"
         )
     return torch.cat([states[layer] for layer in layers], dim=-1)

@@ -58,8 +58,8 @@ def _of_machine(root: Path) -> int | None:
     The result is the least of the memory that the kernel counts as available and the memory that
     the limits of the process's control groups leave.
     """
-    known = [free for free in (_available(root), *_left_by_groups(root)) if free is not None]
-    return max(min(known), 0) if known else None
+    sizes = [free for free in (_available(root), *_left_by_groups(root)) if free is not None]
+    return max(min(sizes), 0) if sizes else None
 
 
 def _available(root: Path) -> int | None:
@@ -210,20 +210,20 @@ class Spans:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._all: list[Moments] = []  # used again and again
-        self._used, self._seconds = 0, 0.0
+        self._next, self._seconds = 0, 0.0
 
     def begin(self) -> None:
         """Begins a stretch. An earlier stretch that did not end is dropped."""
-        if self._used == len(self._all):
+        if self._next == len(self._all):
             self._all.append(Moments(self._device, 2))
-        self._all[self._used].note(0)
+        self._all[self._next].note(0)
 
     def end(self) -> None:
         """Ends the stretch that began last."""
-        last = self._all[self._used]
+        last = self._all[self._next]
         last.note(1)
-        self._used += 1
-        if not last.by_events or self._used == MOST:
+        self._next += 1
+        if not last.by_events or self._next == MOST:
             self._add()
 
     def take(self) -> float:
@@ -232,14 +232,14 @@ class Spans:
         Waits for the end of the last one.
         """
         self._add()
-        taken, self._seconds = self._seconds, 0.0
-        return taken
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def _add(self) -> None:
-        used, self._used = self._all[: self._used], 0
-        if used:
-            used[-1].wait(1)
-            self._seconds += sum(moments.seconds(0, 1) for moments in used)
+        spans, self._next = self._all[: self._next], 0
+        if spans:
+            spans[-1].wait(1)
+            self._seconds += sum(moments.seconds(0, 1) for moments in spans)
 
 
 class RunnerCounts:
@@ -275,14 +275,14 @@ class RunnerCounts:
 
         Waits for the last of the passes.
         """
-        taken = self.passes, self._elsewhere + self._spans.take()
+        counts = self.passes, self._elsewhere + self._spans.take()
         self.passes, self._elsewhere = 0, 0.0
-        return taken
+        return counts
 
     def take_executors(self) -> Counter[str]:
         """Returns the passes since the last call by executor, those of prompts included."""
-        taken, self.executors = self.executors, Counter()
-        return taken
+        counts, self.executors = self.executors, Counter()
+        return counts
 
 
 class _TimedPass(explained):

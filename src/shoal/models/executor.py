@@ -204,7 +204,8 @@ class CDecoder:
     def refuses(self, batch: PassBatch) -> str | None:
         """Returns the reason why C does not compute the batch, or None.
 
-        Reasons are packed weights of another form, hidden states, or too many tokens a row.
+        Reasons are packed weights of another form (`shoal.models.lean.whole.whole_pass` has them),
+        replaced weights, hidden states, or too many tokens a row.
         """
         if self._lean.whole is None:
             return self._lean.no_whole or "it was not made"
@@ -236,7 +237,7 @@ class CDecoder:
         return PassOutput(logits, None, self.name)
 
 
-class LayerLoop:
+class CLayers:
     """The executor that computes a pass layer by layer, by PyTorch's products and kernels in C."""
 
     name = C_LAYERS
@@ -245,7 +246,7 @@ class LayerLoop:
         self._lean = lean
 
     def refuses(self, batch: PassBatch) -> str | None:
-        """Returns the reason: the weights were replaced; or None."""
+        """Returns the reason why the loop does not compute the batch, replaced weights, or None."""
         return REPLACED if self._lean.decoder.stale else None
 
     def __call__(self, batch: PassBatch) -> PassOutput:

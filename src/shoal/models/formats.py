@@ -73,12 +73,12 @@ class Cpu:
                 instructions.
             mkl: see `Cpu`.
         """
-        known = set(flags) if onednn else set()
-        found = {
-            dtype: [name for flag, name in names.items() if flag in known]
+        usable = set(flags) if onednn else set()
+        flags_of = {
+            dtype: [name for flag, name in names.items() if flag in usable]
             for dtype, names in FLAGS.items()
         }
-        return Cpu({dtype: names[0] for dtype, names in found.items() if names}, mkl)
+        return Cpu({dtype: names[0] for dtype, names in flags_of.items() if names}, mkl)
 
 
 @lru_cache(maxsize=1)
@@ -134,10 +134,10 @@ def number_format(
     if checkpoint != torch.bfloat16:
         return torch.float32, f"float32: the checkpoint is in {stored}"
     if target is not None:
-        chosen = target if target == torch.bfloat16 else torch.float32
+        dtype = target if target == torch.bfloat16 else torch.float32
         return (
-            chosen,
-            f"{_name(chosen)}: the checkpoint is in {stored}, and the target in {_name(target)}",
+            dtype,
+            f"{_name(dtype)}: the checkpoint is in {stored}, and the target in {_name(target)}",
         )
     if kernels and torch.bfloat16 in cpu.packs:
         return (

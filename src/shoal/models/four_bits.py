@@ -43,12 +43,12 @@ def four_bit_copy(target: Runner) -> Runner:
         UnsupportedModel: neither the kernels in C nor llama.cpp compute the target, or its weights
             are as small already.
     """
-    known = _copies.of(target.hf)
-    version, made = writes(target.hf), known.get("copy")
+    copies = _copies.of(target.hf)
+    version, copy = writes(target.hf), copies.get("copy")
     changed = target.lean is not None and target.lean.decoder.stale
-    if made is None or (made[0] != version and not changed):
-        made = known["copy"] = version, _make_copy(target)
-    return made[1].fork()
+    if copy is None or (copy[0] != version and not changed):
+        copy = copies["copy"] = version, _make_copy(target)
+    return copy[1].fork()
 
 
 def _make_copy(target: Runner) -> Runner:

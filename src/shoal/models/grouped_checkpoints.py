@@ -212,15 +212,15 @@ class _GroupReader(HfQuantizer):  # type: ignore[misc]
 
 def _headers(files: Iterable[str]) -> dict[str, tuple[list[int], str]]:
     """Returns the shapes and formats of all tensors of files."""
-    made = {}
+    headers = {}
     for file in files:
         if Path(file).suffix != ".safetensors":
             raise UnsupportedModel(f"{Path(file).name} is no safetensors file")
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it has no iterator
                 part = tensors.get_slice(name)
-                made[name] = part.get_shape(), part.get_dtype()
-    return made
+                headers[name] = part.get_shape(), part.get_dtype()
+    return headers
 
 
 class _OtherLayout(Exception):
@@ -343,8 +343,8 @@ def _bits(words: int, inputs: int) -> int:
 
 def _numbers(words: Tensor, bits: int) -> Tensor:
     """Unpacks words [rows, words] int32, the lowest bits first, to [rows, numbers] uint8."""
-    made = words.contiguous().view(torch.uint8)
-    return made if bits == 8 else torch.stack([made & 15, made >> 4], -1).flatten(1)
+    numbers = words.contiguous().view(torch.uint8)
+    return numbers if bits == 8 else torch.stack([numbers & 15, numbers >> 4], -1).flatten(1)
 
 
 def _in_order(numbers: Tensor) -> Tensor:

@@ -224,8 +224,10 @@ def from_last_lines(fetch: Callable[[str], Any]) -> Callable[[str], Any]:
 def _denied() -> Iterator[None]:
     """Answers Transformers' questions with no during the block."""
     utils = importlib.import_module("transformers.utils")
-    asked = [(place, name) for place in (utils, utils.import_utils) for name in QUESTIONS]
-    answers = [(place, name, getattr(place, name)) for place, name in asked if hasattr(place, name)]
+    questions = [(place, name) for place in (utils, utils.import_utils) for name in QUESTIONS]
+    answers = [
+        (place, name, getattr(place, name)) for place, name in questions if hasattr(place, name)
+    ]
     for place, name, _ in answers:
         setattr(place, name, lambda: False)
     try:
@@ -257,10 +259,10 @@ def mapping(size: int) -> mmap.mmap:
 
 
 def _new(size: int) -> mmap.mmap:
-    made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if HUGE is not None:
-        made.madvise(HUGE)
-    return made
+        mapping.madvise(HUGE)
+    return mapping
 
 
 class HeadStart:
@@ -278,9 +280,9 @@ class HeadStart:
     """
 
     def __init__(self, files: Sequence[Path], *, memory: bool = True) -> None:
-        self.bytes_read, self.ready, self._made = 0, list[mmap.mmap](), 0
+        self.bytes_read, self.ready, self._count = 0, list[mmap.mmap](), 0
         self._files: list[FileIO] = []
-        self._ended = threading.Event()
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._work, name="shoal-head-start", daemon=True)
         self._paths, self._memory = files, memory and HUGE is not None
 
@@ -299,7 +301,7 @@ class HeadStart:
         if _thresholds is not None:
             gc.set_threshold(*_thresholds)
             _thresholds = None
-        self._ended.set()
+        self._end.set()
         self._thread.join()
         _running = None
         self.ready.clear()
@@ -314,15 +316,15 @@ class HeadStart:
         block = bytearray(BLOCK)
         for file in self._files:
             with suppress(OSError):
-                while not self._ended.is_set() and (count := file.readinto(block)):
+                while not self._end.is_set() and (count := file.readinto(block)):
                     self.bytes_read += count
-                    if self._memory and self.bytes_read >= (self._made + 1) * CHUNK:
+                    if self._memory and self.bytes_read >= (self._count + 1) * CHUNK:
                         self._prepare()
 
     def _prepare(self) -> None:
         """Makes a mapping and writes to its pages; without memory none is made."""
         with suppress(OSError):
-            made = _new(CHUNK)
-            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(made)), 0, CHUNK)
-            self.ready.append(made)
-        self._made += 1
+            mapping = _new(CHUNK)
+            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), 0, CHUNK)
+            self.ready.append(mapping)
+        self._count += 1

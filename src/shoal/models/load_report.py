@@ -88,7 +88,7 @@ class LoadStages:
     """
 
     def __init__(self, progress: LoadProgress | None = None) -> None:
-        self._progress, self._ended = progress or log, list[LoadStage]()
+        self._progress, self._stages = progress or log, list[LoadStage]()
         self._began_at = time.perf_counter()
 
     @contextmanager
@@ -97,8 +97,8 @@ class LoadStages:
         began_at = time.perf_counter()
         self._progress(LoadStage(name, model))
         yield
-        self._ended.append(LoadStage(name, model, time.perf_counter() - began_at))
-        self._progress(self._ended[-1])
+        self._stages.append(LoadStage(name, model, time.perf_counter() - began_at))
+        self._progress(self._stages[-1])
 
     def of(self, model: StageModel) -> StageWatch:
         """Returns a function that reports the stages of one model."""
@@ -107,7 +107,7 @@ class LoadStages:
     def ready(self) -> None:
         """Reports that all is loaded."""
         self._progress(
-            LoadStage("ready", "pair", time.perf_counter() - self._began_at, tuple(self._ended))
+            LoadStage("ready", "pair", time.perf_counter() - self._began_at, tuple(self._stages))
         )
 
 
@@ -126,10 +126,10 @@ def load_report(
         drafter: the name and the options of a drafter that is not a model.
         guides: the guide and the expert, by role; None = there is none.
     """
-    chosen = ({} if drafter is None else {"drafter": drafter}) | (
+    entry = ({} if drafter is None else {"drafter": drafter}) | (
         {} if draft is None else described(draft)
     )
-    report = {"target": described(target), "draft": chosen or None}
+    report = {"target": described(target), "draft": entry or None}
     return report | {role: described(one) for role, one in (guides or {}).items() if one}
 
 
@@ -190,19 +190,18 @@ def _attention(runner: Runner) -> str:
 
 def one_line(report: dict[str, dict[str, str] | None]) -> str:
     """Returns a report as one line for the log."""
-    return "loaded: " + "; ".join(f"{role} {_words(chosen)}" for role, chosen in report.items())
+    return "loaded: " + "; ".join(f"{role} {_words(entry)}" for role, entry in report.items())
 
 
-def _words(chosen: dict[str, str] | None) -> str:
-    if chosen is None or "dtype" not in chosen:
-        return "none" if chosen is None else chosen["drafter"]
+def _words(entry: dict[str, str] | None) -> str:
+    if entry is None or "dtype" not in entry:
+        return "none" if entry is None else entry["drafter"]
     rest = (
-        f"{name} {chosen[name]}"
+        f"{name} {entry[name]}"
         for name in ("weights", "quantize", "attention", "passes", "strict", "kv", "kernels")
-        if name in chosen
+        if name in entry
     )
-    first = f"{chosen['drafter']}, " if "drafter" in chosen else ""
+    first = f"{entry['drafter']}, " if "drafter" in entry else ""
     return (
-        f"{first}{chosen['dtype']} on {chosen['device']} ({chosen['dtype_reason']}), "
-        f"{', '.join(rest)}"
+        f"{first}{entry['dtype']} on {entry['device']} ({entry['dtype_reason']}), {', '.join(rest)}"
     )

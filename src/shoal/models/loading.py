@@ -178,107 +178,108 @@ def load_runner(
         ModelError: the weights are unreadable, or the memory does not suffice.
         UnsupportedModel: see `shoal.models.structure` and `selfcheck`.
     """
-    asked = options or LoadOptions()
-    file = gguf_of(source, asked.revision, asked.local_files_only)
+    options = options or LoadOptions()
+    file = gguf_of(source, options.revision, options.local_files_only)
     if file is not None:
-        return _gguf_runner(file, str(source), asked, watch)
-    place = resolve_device(asked.device)
-    _require_kv(asked.kv, place)
+        return _gguf_runner(file, str(source), options, watch)
+    place = resolve_device(options.device)
+    _require_kv(options.kv, place)
     hub = {
-        "revision": asked.revision,
-        "trust_remote_code": asked.trust_remote_code,
-        "local_files_only": asked.local_files_only,
+        "revision": options.revision,
+        "trust_remote_code": options.trust_remote_code,
+        "local_files_only": options.local_files_only,
     }
     config = causal_config(source, **hub)
-    sharding = _sharding(str(source), config, asked) if asked.tensor_parallel else {}
-    kind, why = resolve_dtype(asked.dtype), f"{str(asked.dtype).removeprefix('torch.')}: as asked"
-    groups = _no_groups(config, place, asked)
-    if groups is None and asked.dtype == "auto":
+    sharding = _sharding(str(source), config, options) if options.tensor_parallel else {}
+    kind = resolve_dtype(options.dtype)
+    why = f"{str(options.dtype).removeprefix('torch.')}: as asked"
+    groups = _no_groups(config, place, options)
+    if groups is None and options.dtype == "auto":
         why = f"float32: {ROUNDED}"
-    elif asked.dtype == "auto":
-        kind, why = _auto_dtype(config, source, place, asked, sharded=bool(sharding))
+    elif options.dtype == "auto":
+        kind, why = _auto_dtype(config, source, place, options, sharded=bool(sharding))
     with watch("weights"):
         hf = load_weights(source, config, groups, dtype=kind, **sharding, **hub)
-        known = int(hf.get_output_embeddings().weight.shape[0])
-        if asked.kept is not None:
-            hf = with_head_of(hf, asked.kept, str(source))
+        ids = int(hf.get_output_embeddings().weight.shape[0])
+        if options.kept is not None:
+            hf = with_head_of(hf, options.kept, str(source))
         hf = _moved(hf, source, place)
     with watch("packing"):
-        hf, notes = _packed(hf, asked, sharded=bool(sharding))
-    whole = asked.kept is None and not sharding and place.type == "cpu"
-    checks = {"compile": asked.compile, "quantize": asked.quantize, "pack": asked.pack}
-    checks |= {"dtype": kind, "device": place, "attention": asked.attention}
-    settings: dict[str, Any] = {"strict": asked.strict, "kv": asked.kv}
+        hf, notes = _packed(hf, options, sharded=bool(sharding))
+    whole = options.kept is None and not sharding and place.type == "cpu"
+    checks = {"compile": options.compile, "quantize": options.quantize, "pack": options.pack}
+    checks |= {"dtype": kind, "device": place, "attention": options.attention}
+    settings: dict[str, Any] = {"strict": options.strict, "kv": options.kv}
     with watch("checking"):
         results = kept_checks(source, **checks, **settings) if whole else None
-        runner = wrap(hf, str(source), asked.attention, results=results, **settings)
-    runner.known_ids = known
+        runner = wrap(hf, str(source), options.attention, results=results, **settings)
+    runner.known_ids = ids
     runner.notes |= {"dtype": why, **notes}
     return lead(runner) if sharding else runner
 
 
-def _no_groups(config: Any, place: torch.device, asked: LoadOptions) -> str | None:
+def _no_groups(config: Any, place: torch.device, settings: LoadOptions) -> str | None:
     """Returns the reason why no layers are taken in the groups that a checkpoint has, or None."""
     obstacles = {
         f"they compute on a CPU, and {place} is none": place.type != "cpu",
         f"there are no kernels in C: {missing()}": bool(missing()),
-        f"they compute in float32, and dtype is {asked.dtype}": (
-            resolve_dtype(asked.dtype) not in ("auto", torch.float32)
+        f"they compute in float32, and dtype is {settings.dtype}": (
+            resolve_dtype(settings.dtype) not in ("auto", torch.float32)
         ),
-        "strict": asked.strict,
-        "tensor_parallel": asked.tensor_parallel,
-        f"quantize={asked.quantize!r}": asked.quantize != "off",
-        "compile='off'": asked.compile == "off",
+        "strict": settings.strict,
+        "tensor_parallel": settings.tensor_parallel,
+        f"quantize={settings.quantize!r}": settings.quantize != "off",
+        "compile='off'": settings.compile == "off",
     }
     asked_for = next((reason for reason, stands in obstacles.items() if stands), None)
     return asked_for or no_groups(config)
 
 
-def _packed(hf: Any, asked: LoadOptions, *, sharded: bool) -> tuple[Any, dict[str, str]]:
+def _packed(hf: Any, settings: LoadOptions, *, sharded: bool) -> tuple[Any, dict[str, str]]:
     """Packs and quantises weights; returns the model and the notes of both choices."""
     if not sharded:
         set_apart(hf)
-    plain = asked.strict or not asked.pack or asked.quantize != "off"
+    plain = settings.strict or not settings.pack or settings.quantize != "off"
     forms = weights.without_packing if plain else weights.by_facts
     order = "sharded" if sharded else weights.lay_out(hf, forms)
     grouped = sum(isinstance(module, GroupLinear) for module in hf.modules())
     if grouped:
         order, hf.save_pretrained = f"{grouped} in groups, others {order}", cannot_save
-    hf, how = quantized(hf, asked.quantize, asked.pack and not asked.strict)
+    hf, how = quantized(hf, settings.quantize, settings.pack and not settings.strict)
     return hf, {"quantize": how, "weights": order}
 
 
-def _gguf_runner(file: Path, name: str, asked: LoadOptions, watch: StageWatch) -> Runner:
+def _gguf_runner(file: Path, name: str, settings: LoadOptions, watch: StageWatch) -> Runner:
     """Loads a GGUF file for the kernels in C, or, where they do not compute it, for llama.cpp.
 
     The kernels round no features where `dtype` is float32.
     """
     options: dict[str, Any] = {
-        "strict": asked.strict,
-        "dtype": asked.dtype,
-        "attention": asked.attention,
-        "quantize": asked.quantize,
-        "tensor_parallel": asked.tensor_parallel,
-        "kept": asked.kept,
+        "strict": settings.strict,
+        "dtype": settings.dtype,
+        "attention": settings.attention,
+        "quantize": settings.quantize,
+        "tensor_parallel": settings.tensor_parallel,
+        "kept": settings.kept,
     }
-    device = str(asked.device)
-    exact = resolve_dtype(asked.dtype) == torch.float32
+    device = str(settings.device)
+    exact = resolve_dtype(settings.dtype) == torch.float32
     require_own_options(name, **{**options, **({"dtype": "auto"} if exact else {})})
-    notes: Mapping[str, str] = {"reason": f"compile={asked.compile!r}"}
-    if asked.compile not in ("off", "modules"):
+    notes: Mapping[str, str] = {"reason": f"compile={settings.compile!r}"}
+    if settings.compile not in ("off", "modules"):
         with watch("weights"):
             hf, notes = own_model(file, device, exact)
         if hf is not None:
             with watch("checking"):
-                checks = {"device": device, "compile": asked.compile, "kv": asked.kv}
+                checks = {"device": device, "compile": settings.compile, "kv": settings.kv}
                 results = kept_checks(file, exact=exact, **checks)
-                runner = wrap(hf, name, results=results, kv=asked.kv)
+                runner = wrap(hf, name, results=results, kv=settings.kv)
             runner.notes |= notes
             return runner
-    if asked.kv != "off":
+    if settings.kv != "off":
         raise RequestError(
-            f"{name}: kv={asked.kv!r} is for shoal's own passes, and llama.cpp computes this file "
-            f"({notes['reason']}): leave it out"
+            f"{name}: kv={settings.kv!r} is for shoal's own passes, and llama.cpp computes this "
+            f"file ({notes['reason']}): leave it out"
         )
     runner = load_gguf(file, name, device=device, watch=watch, **options)
     runner.absent[C_DECODER] = notes["reason"]
@@ -293,7 +294,7 @@ def _moved(hf: Any, source: str | Path, place: torch.device) -> Any:
 
 
 def _auto_dtype(
-    config: Any, source: str | Path, place: torch.device, asked: LoadOptions, *, sharded: bool
+    config: Any, source: str | Path, place: torch.device, settings: LoadOptions, *, sharded: bool
 ) -> tuple[torch.dtype | str, str]:
     """Returns the number format of dtype="auto", and the reason.
 
@@ -305,15 +306,17 @@ def _auto_dtype(
         return torch.float32, "float32: its processes may have unlike CPUs"
     width = getattr(config.get_text_config(), "hidden_size", None) or 0
     stored = formats.stored_format(config, source)
-    kernels = asked.may_use_kernels(config)
-    return formats.number_format(stored, width, formats.cpu(), asked.target_dtype, kernels=kernels)
+    kernels = settings.may_use_kernels(config)
+    return formats.number_format(
+        stored, width, formats.cpu(), settings.target_dtype, kernels=kernels
+    )
 
 
-def _sharding(name: str, config: Any, asked: LoadOptions) -> dict[str, Any]:
+def _sharding(name: str, config: Any, settings: LoadOptions) -> dict[str, Any]:
     """Returns the options of `from_pretrained` that share a model among torchrun's processes."""
-    if asked.kv != "off":
-        raise RequestError(f"kv={asked.kv!r} does not go with tensor_parallel: leave one out")
-    if asked.strict or asked.quantize != "off" or str(asked.device) != "auto":
+    if settings.kv != "off":
+        raise RequestError(f"kv={settings.kv!r} does not go with tensor_parallel: leave one out")
+    if settings.strict or settings.quantize != "off" or str(settings.device) != "auto":
         raise RequestError(
             "tensor_parallel wants device 'auto', and goes neither with strict nor with a "
             "quantised target"

@@ -167,9 +167,9 @@ def use_lean_passes(runner: Runner) -> None:
         return
     kernels = NativeKernels(decoder)
     runner.lean = LeanPass(decoder, kernels, *whole_pass(decoder, kernels.angles))
-    kept = runner.kept_checks.read(C_DECODER)
-    error = largest_error(runner) if kept is None else float(kept["error"])
-    if kept is None:
+    entry = runner.kept_checks.read(C_DECODER)
+    error = largest_error(runner) if entry is None else float(entry["error"])
+    if entry is None:
         runner.kept_checks.write(C_DECODER, {"error": error})
     if not _computes_the_model(runner, "lean passes", error):
         runner.lean = None
@@ -201,14 +201,14 @@ def _computes_the_model(runner: Runner, executor: str, error: float) -> bool:
 
     The distance of the distributions is logged.
     """
-    allowed = tolerance(runner)
-    if error <= allowed:
+    most = tolerance(runner)
+    if error <= most:
         log.debug(
             "%s: %s diverge by %.2g nats from its modules, %g at most",
             runner.name,
             executor,
             error,
-            allowed,
+            most,
         )
         return True
     log.warning(
@@ -217,7 +217,7 @@ def _computes_the_model(runner: Runner, executor: str, error: float) -> bool:
         executor,
         error,
         runner.dtype,
-        allowed,
+        most,
     )
     return False
 
@@ -353,15 +353,15 @@ def _decode(
     cache.lengths = [0] * cache.slots
     if neighbour:
         cache.lengths[len(rows) - 1] = late
-    fed, logits = [0] * len(rows), [list[Tensor]() for _ in rows]
+    at, logits = [0] * len(rows), [list[Tensor]() for _ in rows]
     turn = 0
-    while active := [b for b, row in enumerate(rows) if fed[b] < len(row)]:
-        counts = [min(steps[(b + turn) % len(steps)], len(rows[b]) - fed[b]) for b in active]
-        parts = [rows[b][fed[b] : fed[b] + count] for b, count in zip(active, counts, strict=True)]
+    while active := [b for b, row in enumerate(rows) if at[b] < len(row)]:
+        counts = [min(steps[(b + turn) % len(steps)], len(rows[b]) - at[b]) for b in active]
+        parts = [rows[b][at[b] : at[b] + count] for b, count in zip(active, counts, strict=True)]
         out = runner.feed(active, torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), counts)
         for i, (b, count) in enumerate(zip(active, counts, strict=True)):
             logits[b].append(out[i, :count])
-            fed[b] += count
+            at[b] += count
         turn += 1
     cache.lengths = [0] * cache.slots
     return [torch.cat(row) for row in logits]

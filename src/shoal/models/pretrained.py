@@ -90,10 +90,10 @@ def no_groups(config: Any) -> str | None:
 def require_known_method(source: object, config: Any) -> None:
     """Raises UnsupportedModel if Transformers does not know the method: it would pass over it."""
     name = method_of(config)
-    known = {
+    methods = {
         one.removesuffix("_4bit").removesuffix("_8bit") for one in AUTO_QUANTIZATION_CONFIG_MAPPING
     } - {"gguf"}  # Transformers reads such files, and no tensors beside a config.json
-    if name is not None and name not in known:
+    if name is not None and name not in methods:
         raise UnsupportedModel(
             f"{source} was quantised by {name}, which Transformers does not read: {INSTEAD}"
         )
@@ -386,6 +386,6 @@ def named_eos(hf: Any) -> tuple[int, ...] | None:
 def own_sampling(hf: Any) -> dict[str, Any]:
     """Returns the sampling parameters that a model's generation config sets, as vLLM reads them."""
     config: Any = getattr(hf, "generation_config", None)
-    given = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
+    values = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
     names = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-    return {name: given[name] for name in names if PARAMETERS[name].allows(given.get(name))}
+    return {name: values[name] for name in names if PARAMETERS[name].allows(values.get(name))}

@@ -53,8 +53,8 @@ def feed_prompts(
         rows = max(1, MAX_PASS_TOKENS // min(longest, width))
         # Padding up to the longest must not reach beyond the end of a slot that is nearly full.
         batch = [pair for pair in todo if _free(runner, pair[0]) >= longest][:rows]
-        taken = {slot for slot, _ in batch}
-        todo = [pair for pair in todo if pair[0] not in taken]
+        slots = {slot for slot, _ in batch}
+        todo = [pair for pair in todo if pair[0] not in slots]
         pieces: dict[int, list[Tensor]] = {}
         first = 0
         while first < longest:

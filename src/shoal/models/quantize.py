@@ -55,8 +55,8 @@ class Int8Linear(nn.Module):
 
         Thus the weights of a policy in training can be loaded into its copy in bytes.
         """
-        if (given := state_dict.get(f"{prefix}weight")) is not None and given.is_floating_point():
-            weight, scales = _in_bytes(given.to(self.scales.device))
+        if (dense := state_dict.get(f"{prefix}weight")) is not None and dense.is_floating_point():
+            weight, scales = _in_bytes(dense.to(self.scales.device))
             state_dict = {**state_dict, f"{prefix}weight": weight, f"{prefix}scales": scales}
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
 
@@ -92,25 +92,25 @@ def byte_matrix_of(layers: Sequence[Int8Linear]) -> Int8Matrix:
     """
     if len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:
         raise ValueError("layers of one matrix need the same input, and all a bias or none")
-    held: list[Any] = [layer.weight for layer in layers]
-    matrix: Int8Matrix | None = getattr(held[0], "matrix", None)
+    weights: list[Any] = [layer.weight for layer in layers]
+    matrix: Int8Matrix | None = getattr(weights[0], "matrix", None)
     outputs = sum(layer.out_features for layer in layers)
     if (
         matrix is not None
         and matrix.shape[0] == outputs
         and all(
             type(weight) is PackedWeight and weight.matrix is matrix and weight.start == start
-            for weight, start in zip(held, starts(layers), strict=True)
+            for weight, start in zip(weights, starts(layers), strict=True)
         )
     ):
         return matrix
     scales = joined([layer.scales.detach() for layer in layers])
     bias = None if layers[0].bias is None else joined([layer.bias.detach() for layer in layers])
     if matrix is None:
-        weight = joined([weight.detach() for weight in held])
+        weight = joined([weight.detach() for weight in weights])
         matrix = Int8Matrix(weight, scales, bias)
     else:
-        weight = torch.cat([weight.detach().clone() for weight in held])
+        weight = torch.cat([weight.detach().clone() for weight in weights])
         matrix = type(matrix)(weight, scales, bias, PACKED)
     for layer, start in zip(layers, starts(layers), strict=True):
         rows = slice(start, start + layer.out_features)
@@ -133,18 +133,18 @@ def parse(text: str | Mapping[str, str]) -> dict[str, str]:
     Raises:
         RequestError: a role or a format is unknown.
     """
-    chosen = dict.fromkeys(ROLES, "off")
+    forms = dict.fromkeys(ROLES, "off")
     if isinstance(text, str) and text != "off":
         parts = (part.partition("=") for part in text.split(","))
-        chosen |= {role.strip(): form.strip() for role, _, form in parts}
+        forms |= {role.strip(): form.strip() for role, _, form in parts}
     elif isinstance(text, Mapping):
-        chosen |= text
-    if not chosen.keys() <= set(ROLES) or not set(chosen.values()) <= set(FORMATS):
+        forms |= text
+    if not forms.keys() <= set(ROLES) or not set(forms.values()) <= set(FORMATS):
         raise RequestError(
             f"quantize must be off, or target=FORMAT,draft=FORMAT with int8, fp8 or off, got "
             f"{text!r}"
         )
-    return chosen
+    return forms
 
 
 def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:

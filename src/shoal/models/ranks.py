@@ -190,9 +190,9 @@ class Ranks:
             The operation, the number of its object, the arguments, and the numbers of dropped
             objects.
         """
-        said: list[Any] = [None]
-        dist.broadcast_object_list(said, src=0, group=self._group, device=torch.device("cpu"))
-        heard: tuple[str, int, tuple[Any, ...], list[int]] = said[0]
+        box: list[Any] = [None]
+        dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
+        heard: tuple[str, int, tuple[Any, ...], list[int]] = box[0]
         return heard
 
 
@@ -202,13 +202,13 @@ def pass_seconds() -> float:
     Raises:
         RequestError: the variable is not a number of seconds.
     """
-    given = os.environ.get(VARIABLE, "") or PASS_SECONDS
+    text = os.environ.get(VARIABLE, "") or PASS_SECONDS
     try:
-        seconds = float(given)
+        seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= 10**8:
-        raise RequestError(f"{VARIABLE} must be a number of seconds, greater than 0: got {given!r}")
+        raise RequestError(f"{VARIABLE} must be a number of seconds, greater than 0: got {text!r}")
     return seconds
 
 

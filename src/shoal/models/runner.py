@@ -19,9 +19,9 @@ from shoal.models.compiled.captures import CAPTURED, Captures
 from shoal.models.device import RunnerCounts
 from shoal.models.executor import (
     CDecoder,
+    CLayers,
     Executor,
     Explanation,
-    LayerLoop,
     Modules,
     PassBatch,
     PassOutput,
@@ -249,13 +249,13 @@ class Runner(ModelFacts):
         return plan
 
     def ordinary(self, plan: Plan, tokens: Tensor, want_logits: bool = True) -> Tensor:
-        """Computes a pass as long as its rows are; returns its logits, see `feed`."""
+        """Computes a pass by an executor, outside of captured rounds; returns logits, see `feed`."""
         return self._ordinary(self._batch(plan, tokens, want_logits)).logits
 
     @property
     def executors(self) -> Sequence[Executor]:
         """The executors in the order in which they are asked; the last one computes every batch."""
-        lean = () if self.lean is None else (CDecoder(self.lean), LayerLoop(self.lean))
+        lean = () if self.lean is None else (CDecoder(self.lean), CLayers(self.lean))
         modules = Modules(self.bridge, self.known_ids, self.forward_context)
         if self.bridge.layers is None:
             return (*lean, modules)

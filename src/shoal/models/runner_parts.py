@@ -245,9 +245,9 @@ class CacheMemory:
         Slots of many earlier rows would then be as long as one long row.
         """
         cache, (_, tokens) = self._runner.cache, self._room(slots, capacity)
-        held = cache.slots * cache.capacity + cache.cells
+        now = cache.slots * cache.capacity + cache.cells
         larger = cache.slots * max(tokens, cache.capacity) + cache.cells
-        return larger > max(held, MOST_UNUSED * (slots * tokens + cells))
+        return larger > max(now, MOST_UNUSED * (slots * tokens + cells))
 
     def _room(self, slots: int, capacity: int) -> tuple[int, int]:
         """Returns the slots and the tokens per slot of a cache with room for that size.

@@ -68,12 +68,12 @@ def self_check(runner: Runner) -> float:
     Raises:
         UnsupportedModel: the divergence exceeds `tolerance`.
     """
-    kept = runner.kept_checks.read(SELF_CHECK)
-    if kept is not None:
-        for name, value in kept.items():
+    entry = runner.kept_checks.read(SELF_CHECK)
+    if entry is not None:
+        for name, value in entry.items():
             setattr(runner, name, value)
         runner.cache = runner.new_cache()
-        return float(kept["self_check_error"])
+        return float(entry["self_check_error"])
     try:
         error = _self_check(runner)
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as problem:
@@ -97,15 +97,15 @@ def _noting_windows(runner: Runner) -> Iterator[set[int | None]]:
     The window None stands for full attention.
     """
     method = runner.method
-    seen: set[int | None] = set()
+    windows: set[int | None] = set()
 
     def noting(inputs: AttentionInputs) -> Tensor:
-        seen.add(inputs.window)
+        windows.add(inputs.window)
         return method(inputs)
 
     runner.method = noting
     try:
-        yield seen
+        yield windows
     finally:
         runner.method = method
 

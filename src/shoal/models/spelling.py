@@ -98,7 +98,7 @@ class Spelling:
 
         plain, whole = encode("a"), list(tokenizer.encode("a"))
         at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        made = Spelling(
+        spelling = Spelling(
             pieces,
             encode,
             special=special,
@@ -107,13 +107,13 @@ class Spelling:
             pads=pieces.get(plain[0], b"")[:1] == b" ",
             fallbacks=fallbacks,
         )
-        if not made.spells(encode(PROBE), PROBE.encode()):
+        if not spelling.spells(encode(PROBE), PROBE.encode()):
             raise PairMismatch(
                 f"the tokenizer of {name} cannot be compared with another one: it changes texts, "
                 "or its tokens do not spell them (it has neither byte-level BPE nor "
                 "SentencePiece's pieces)"
             )
-        return made
+        return spelling
 
     def spelled(self, ids: Sequence[int]) -> bytes:
         """Returns the bytes that tokens write, without special tokens."""
@@ -124,10 +124,10 @@ class Spelling:
 
         They may write a space before them. Pieces must have a space, and half of the bytes.
         """
-        known = set(b"".join(self.pieces.values()))
-        written = bytes(byte for byte in data if byte in known)
-        usable = ord(" ") in known and 2 * len(written) >= len(data)
-        return usable and self.spelled(ids) in (written, b" " + written)
+        bytes_of_pieces = set(b"".join(self.pieces.values()))
+        spellable = bytes(byte for byte in data if byte in bytes_of_pieces)
+        usable = ord(" ") in bytes_of_pieces and 2 * len(spellable) >= len(data)
+        return usable and self.spelled(ids) in (spellable, b" " + spellable)
 
     def tokens_of(self, spelled: bytes) -> Sequence[int]:
         """Returns all tokens that write these bytes.

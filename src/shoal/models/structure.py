@@ -190,14 +190,14 @@ class Belongings(Generic[Value]):
         notes = vars(model).get(self.ATTRIBUTE)
         if not isinstance(notes, _Belongings) or notes.owner() is not model:
             notes = vars(model)[self.ATTRIBUTE] = _Belongings(model)
-        known: dict[Hashable, Value] = notes.setdefault(self._name, {})
-        return known
+        values: dict[Hashable, Value] = notes.setdefault(self._name, {})
+        return values
 
 
 class _Answers(threading.local):
     """The answers of structures in this thread, while `asked_once` keeps them."""
 
-    kept: dict[Structure, bool] | None = None
+    answers: dict[Structure, bool] | None = None
 
 
 _ANSWERS = _Answers()
@@ -211,17 +211,17 @@ def asked_once() -> Iterator[None]:
     takes 0.1 ms for 12 layers, a tenth of a round of the bundled model. No code but the engine's
     runs between the rounds of one call, so weights are replaced between calls.
     """
-    before, _ANSWERS.kept = _ANSWERS.kept, {}
+    before, _ANSWERS.answers = _ANSWERS.answers, {}
     try:
         yield
     finally:
-        _ANSWERS.kept = before
+        _ANSWERS.answers = before
 
 
 def ask_again() -> None:
     """Forgets the answers that `asked_once` keeps: other code than the engine's has run."""
-    if _ANSWERS.kept is not None:
-        _ANSWERS.kept.clear()
+    if _ANSWERS.answers is not None:
+        _ANSWERS.answers.clear()
 
 
 class Structure:
@@ -236,17 +236,17 @@ class Structure:
 
     def __init__(self, hf: nn.Module) -> None:
         modules = list(hf.modules())
-        held: list[tuple[dict[str, Any], str, Any]] = []
+        entries: list[tuple[dict[str, Any], str, Any]] = []
         for module in modules:
-            held += [
+            entries += [
                 (module._parameters, name, parameter)
                 for name, parameter in module._parameters.items()
             ]
-            held += [(module._modules, name, child) for name, child in module._modules.items()]
-            held.append((module.__dict__, "forward", module.__dict__.get("forward")))
-        self._holders = [holder for holder, _, _ in held]
-        self._names = [name for _, name, _ in held]
-        self._held = [known for *_, known in held]
+            entries += [(module._modules, name, child) for name, child in module._modules.items()]
+            entries.append((module.__dict__, "forward", module.__dict__.get("forward")))
+        self._holders = [holder for holder, _, _ in entries]
+        self._names = [name for _, name, _ in entries]
+        self._values = [value for *_, value in entries]
         parameters = [one for module in modules for one in module._parameters.values()]
         self._plain = [
             one for one in parameters if one is not None and not isinstance(one, PackedWeight)
@@ -267,19 +267,19 @@ class Structure:
         Hooks of Transformers' own, which stay once a pass has returned hidden states, do not count:
         they do not change the results.
         """
-        kept = _ANSWERS.kept
-        if kept is None:
+        answers = _ANSWERS.answers
+        if answers is None:
             return self._differs()
-        if self not in kept:
-            kept[self] = self._differs()
-        return kept[self]
+        if self not in answers:
+            answers[self] = self._differs()
+        return answers[self]
 
     def _differs(self) -> bool:
         return (
-            not all(map(operator.is_, map(dict.get, self._holders, self._names), self._held))
+            not all(map(operator.is_, map(dict.get, self._holders, self._names), self._values))
             or list(map(Tensor.data_ptr, self._plain)) != self._addresses
             or (any(self._no_hooks) and self._hooked())
-            or any(hooks.keys() != known for hooks, known in self._hooks)
+            or any(hooks.keys() != keys for hooks, keys in self._hooks)
         )
 
     def _hooked(self) -> bool:

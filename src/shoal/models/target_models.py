@@ -115,18 +115,18 @@ def _model_of(runner: Runner, layers: int) -> Any:
 
     Its config is the model's own, which tells layers how to attend.
     """
-    known = _models.of(runner.hf)
-    if layers not in known:
+    models = _models.of(runner.hf)
+    if layers not in models:
         _place_of(runner)
-        known[layers] = shallow(runner.hf, layers)
-        made = _layers_passed(runner, known[layers])
-        if made != layers:
-            del known[layers]
+        models[layers] = shallow(runner.hf, layers)
+        passed = _layers_passed(runner, models[layers])
+        if passed != layers:
+            del models[layers]
             raise UnsupportedModel(
                 f"{runner.name} ({_kind(runner)}) cannot leave after {layers} layers: its pass "
-                f"made {made}"
+                f"made {passed}"
             )
-    return known[layers]
+    return models[layers]
 
 
 def shallow(hf: Any, layers: int) -> Any:
@@ -198,14 +198,14 @@ def _kind(runner: Runner) -> str:
 @torch.inference_mode()
 def _layers_passed(runner: Runner, hf: Any) -> int:
     """Returns the number of layers whose keys a pass of the model writes; 0 if the pass fails."""
-    tried = runner.over_same_cache(hf, None)
-    tried.cache = SlotCache()
-    tried.memory.reserve(1, 1)
+    part = runner.over_same_cache(hf, None)
+    part.cache = SlotCache()
+    part.memory.reserve(1, 1)
     try:
-        tried.feed([0], torch.zeros(1, 1, dtype=torch.long, device=tried.device), [1])
+        part.feed([0], torch.zeros(1, 1, dtype=torch.long, device=part.device), [1])
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError):
         return 0
-    return len(tried.cache)
+    return len(part.cache)
 
 
 def _lean(lean: LeanPass, layers: int) -> LeanPass:
@@ -323,7 +323,7 @@ def load_assistant(directory: Path, hf: Any, name: str) -> Any:
         UnsupportedModel: the target lends no keys, or Transformers is too old.
     """
     lent_layers(hf, name)
-    made, report = from_pretrained(
+    model, report = from_pretrained(
         directory, transformers.AutoModelForCausalLM, output_loading_info=True, dtype=hf.dtype
     )
     missing = sorted(report["missing_keys"])
@@ -332,9 +332,9 @@ def load_assistant(directory: Path, hf: Any, name: str) -> Any:
             f"{directory}: the checkpoint lacks {len(missing)} of its tensors, for example "
             f"{missing[0]}; download it again"
         )
-    _require_fit(directory, made.config, hf.config.get_text_config(decoder=True), name)
-    made.model.config._attn_implementation = LENT_NAME
-    return made.to(hf.device).eval().requires_grad_(False)
+    _require_fit(directory, model.config, hf.config.get_text_config(decoder=True), name)
+    model.model.config._attn_implementation = LENT_NAME
+    return model.to(hf.device).eval().requires_grad_(False)
 
 
 def lent_layers(hf: Any, name: str) -> dict[str, int]:
@@ -362,19 +362,19 @@ def _require_fit(directory: Path, config: Any, target: Any, name: str) -> None:
     """
     own = config.get_text_config()
     of = {kind: i for i, kind in enumerate(target.layer_types)}
-    wanted = {"hidden states": target.hidden_size, "a vocabulary": target.vocab_size}
+    sizes = {"hidden states": target.hidden_size, "a vocabulary": target.vocab_size}
     needs = {"hidden states": config.backbone_hidden_size, "a vocabulary": own.vocab_size}
     for i, kind in enumerate(own.layer_types):
         for entry in ("head_dim", "num_key_value_heads"):
             part = f"{entry} of {kind}"
             needs[part] = getattr(own.per_layer_config[i], entry)
-            wanted[part] = (
+            sizes[part] = (
                 getattr(target.per_layer_config[of[kind]], entry) if kind in of else "none"
             )
     for part, one in needs.items():
-        if one != wanted[part]:
+        if one != sizes[part]:
             raise PairMismatch(
-                f"{directory} cannot draft for {name}: {part} of {one} v {wanted[part]}: the "
+                f"{directory} cannot draft for {name}: {part} of {one} v {sizes[part]}: the "
                 f"assistant of another target"
             )
 

@@ -159,10 +159,10 @@ def vocabularies(
         and ends[1] not in pairs.values()
     ):
         pairs[ends[0]] = ends[1]
-    kept = sorted((i, j) for i, j in pairs.items() if i < target_size and j < draft_size)
-    if not kept:
+    common = sorted((i, j) for i, j in pairs.items() if i < target_size and j < draft_size)
+    if not common:
         return Vocabularies(target, draft, None, sizes=(target_size, draft_size))
-    ours, theirs = zip(*kept, strict=True)
+    ours, theirs = zip(*common, strict=True)
     return Vocabularies(
         target,
         draft,
@@ -286,12 +286,12 @@ def kept_of(source: str | Path, tokenizer: Any) -> tuple[int, ...] | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        kept, vocabulary = tuple(content["kept"]), content["vocabulary"]
+        ids, vocabulary = tuple(content["kept"]), content["vocabulary"]
         ordered = (
-            bool(kept)
-            and all(isinstance(i, int) for i in kept)
-            and list(kept) == sorted(set(kept))
-            and kept[0] >= 0
+            bool(ids)
+            and all(isinstance(i, int) for i in ids)
+            and list(ids) == sorted(set(ids))
+            and ids[0] >= 0
         )
     except (ValueError, TypeError, KeyError) as error:
         raise ModelError(
@@ -306,10 +306,10 @@ def kept_of(source: str | Path, tokenizer: Any) -> tuple[int, ...] | None:
         raise ModelError(
             f"{path} is of another tokenizer: delete it, or write it again by shoal check --trim"
         )
-    return kept
+    return ids
 
 
-def with_head_of(hf: Any, kept: Sequence[int], name: str) -> Any:
+def with_head_of(hf: Any, ids: Sequence[int], name: str) -> Any:
     """Makes a model that shares all modules with another one, with some rows of its head.
 
     Raises:
@@ -322,15 +322,15 @@ def with_head_of(hf: Any, kept: Sequence[int], name: str) -> Any:
             f"the head of {name} is a {type(head).__name__}, which cannot be trimmed: delete "
             f"{TRIM_FILE}"
         )
-    if kept[-1] >= head.out_features:
+    if ids[-1] >= head.out_features:
         raise ModelError(
-            f"{TRIM_FILE} of {name} keeps token {kept[-1]}, and its head has {head.out_features}: "
+            f"{TRIM_FILE} of {name} keeps token {ids[-1]}, and its head has {head.out_features}: "
             f"write it again"
         )
-    rows = torch.tensor(kept, device=head.weight.device)
+    rows = torch.tensor(ids, device=head.weight.device)
     with torch.device("meta"):
         smaller = nn.Linear(
-            head.in_features, len(kept), bias=head.bias is not None, dtype=head.weight.dtype
+            head.in_features, len(ids), bias=head.bias is not None, dtype=head.weight.dtype
         )
     smaller.weight = nn.Parameter(head.weight.detach()[rows], requires_grad=False)
     if head.bias is not None:

@@ -82,14 +82,14 @@ class Masks:
 
     def __init__(self, layout: Layout, chunk: int | None = None) -> None:
         self.layout, self.chunk = layout, chunk
-        self._made: dict[Hashable, Any] = {}
+        self._results: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the result of the pass's first call of `make` for that key."""
-        if key not in self._made:
-            self._made[key] = make()
-        made: T = self._made[key]
-        return made
+        if key not in self._results:
+            self._results[key] = make()
+        result: T = self._results[key]
+        return result
 
     def both_ways(self) -> Masks:
         """Returns masks of the pass by which a column also sees the columns behind it."""
@@ -100,7 +100,7 @@ class Masks:
 
     def clear(self) -> None:
         """Forgets all masks, because the layout's buffers have changed or will change."""
-        self._made.clear()
+        self._results.clear()
 
     @property
     def bounds(self) -> Tensor:
@@ -217,18 +217,18 @@ def seen_in_trees(
 
 def seen_in_chains(keys: Tensor, places: Tensor, window: int | Tensor | None) -> Tensor:
     """Computes the keys that a query at each place sees, a bool each."""
-    seen = keys <= places
-    return seen if window is None else seen & (keys > places - window)
+    visible = keys <= places
+    return visible if window is None else visible & (keys > places - window)
 
 
-def additive(seen: Tensor, dtype: torch.dtype, fold: int = 1) -> Tensor:
+def additive(visible: Tensor, dtype: torch.dtype, fold: int = 1) -> Tensor:
     """Converts [rows, q, kv] bool to an additive mask, [rows, 1, fold * q, kv].
 
     The mask is 0 where a key is seen, the dtype's lowest number elsewhere.
     """
-    hidden = ~seen.repeat(1, fold, 1)[:, None]
-    zeros = torch.zeros(hidden.shape, dtype=dtype, device=seen.device)
-    return zeros.masked_fill_(hidden, torch.finfo(dtype).min)
+    mask = ~visible.repeat(1, fold, 1)[:, None]
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=visible.device)
+    return zeros.masked_fill_(mask, torch.finfo(dtype).min)
 
 
 @dataclass(frozen=True)

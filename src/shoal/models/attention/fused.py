@@ -87,8 +87,8 @@ class Tiling:
         """
         steps = self.stages - (self.queries < 64 or most < FROM_SHARED_MEMORY)
         step = self.keys * (_block(dim) + _block(value_dim))
-        held = self.queries * (_block(dim) + self.keys) + steps * step
-        return held * itemsize + SLACK
+        elements = self.queries * (_block(dim) + self.keys) + steps * step
+        return elements * itemsize + SLACK
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ def _paths(inputs: AttentionInputs, row: int) -> Tensor:
     )
     key, value = (t[row][:, order[row]].transpose(0, 1) for t in (inputs.key, inputs.value))
     keys = torch.arange(plan.kv, device=plan.device)
-    seen = seen_in_chains(keys, plan.places[row][:, None, None], inputs.window).expand(-1, TILE, -1)
-    return attend_folded(query, key, value, additive(seen, query.dtype, inputs.group), inputs)[:, 0]
+    mask = seen_in_chains(keys, plan.places[row][:, None, None], inputs.window).expand(-1, TILE, -1)
+    return attend_folded(query, key, value, additive(mask, query.dtype, inputs.group), inputs)[:, 0]
 
 
 def reference(inputs: AttentionInputs) -> Tensor:

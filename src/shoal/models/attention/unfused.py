@@ -135,9 +135,9 @@ def _prompt_bias(inputs: AttentionInputs, shared: Shared) -> Tensor | None:
     keys = torch.arange(
         shared.first - shared.base, shared.end - shared.base, device=positions.device
     )
-    seen = keys > positions[..., None] - inputs.window
-    together = seen.repeat(1, inputs.group, 1).flatten(0, 1)[None]
-    return None if bool(seen.all()) else additive(together, inputs.query.dtype)
+    mask = keys > positions[..., None] - inputs.window
+    together = mask.repeat(1, inputs.group, 1).flatten(0, 1)[None]
+    return None if bool(mask.all()) else additive(together, inputs.query.dtype)
 
 
 def _merged(one: Part, other: Part) -> Part:
@@ -259,8 +259,8 @@ def _row_bias(inputs: AttentionInputs, row: int) -> Tensor | None:
         return None
 
     def made() -> Tensor:
-        seen = inputs.masks.visible(window, length, slice(row, row + 1))
-        return additive(seen[:, :count], inputs.query.dtype, inputs.group)
+        mask = inputs.masks.visible(window, length, slice(row, row + 1))
+        return additive(mask[:, :count], inputs.query.dtype, inputs.group)
 
     return inputs.masks.once(("row", row, inputs.query.dtype, window, inputs.group), made)
 

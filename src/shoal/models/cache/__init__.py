@@ -43,7 +43,7 @@ class SlotCache(RowStore, Cache):
         self.rounds = rounds
         self._layer: Layer | None = None
         self.plan: Plan | None = None
-        self._written: Tensor | None = None
+        self._cells: Tensor | None = None
         self._addresses: array[int] | None = None
 
     def next_plan(
@@ -132,13 +132,13 @@ class SlotCache(RowStore, Cache):
                 f"cache of {self.slots} x {self.capacity} got slot {max(plan.slots)}, length "
                 f"{plan.kv}"
             )
-        self.plan, self._written = plan, None
+        self.plan, self._cells = plan, None
 
     def end(self) -> None:
         """Ends the pass: its real tokens (not the unused columns) now count."""
         assert self.plan is not None
         self.wrote(self.plan)
-        self.plan = self._written = self._layer = None
+        self.plan = self._cells = self._layer = None
 
     def wrote(self, plan: Plan, ahead: int = 0) -> None:
         """Notes that the plan's tokens, and `ahead` more of each row, are in their cells."""
@@ -151,9 +151,9 @@ class SlotCache(RowStore, Cache):
         """The flat cells that the pass writes to, [tokens of the pass] int64 (`Plan.cells`)."""
         if self.plan is None:
             raise InternalError("a SlotCache was used outside of a planned forward pass")
-        if self._written is None:
-            self._written = self.plan.cells(self.capacity)
-        return self._written
+        if self._cells is None:
+            self._cells = self.plan.cells(self.capacity)
+        return self._cells
 
     def write(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Writes the keys and values of the pass's tokens in layer `index`.

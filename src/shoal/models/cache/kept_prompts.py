@@ -75,14 +75,14 @@ class PrefixTree:
         self.capacity = capacity
         self._free = array("q")
         # Cells from `_begun` on were never taken, so that memory grows with the kept tokens.
-        self._begun = 0
+        self._fresh = 0
         self._roots: dict[str, _Root] = {}
         self._by_use: OrderedDict[_PrefixNode, None] = OrderedDict()
 
     @property
     def used(self) -> int:
         """The number of cells that are taken."""
-        return self._begun - len(self._free)
+        return self._fresh - len(self._free)
 
     @property
     def nbytes(self) -> int:
@@ -108,19 +108,19 @@ class PrefixTree:
         """
         root = self._roots.pop(owner, None) or _Root(owner)
         node: _PrefixNode = root
-        known = 0
+        count = 0
         for child, shared in self._walk(node, tokens):
-            known += shared
+            count += shared
             node = child if shared == len(child.tokens) else self._split(child, shared)
         self._use(node)
-        cells = self._take(min(len(tokens) - known, self.capacity - known), node)
+        cells = self._take(min(len(tokens) - count, self.capacity - count), node)
         if cells:
-            added = _PrefixNode(tokens[known : known + len(cells)], cells, node)
+            added = _PrefixNode(tokens[count : count + len(cells)], cells, node)
             node.children[added.tokens[0]] = added
             self._use(added)
         if root.children:
             self._roots[owner] = root
-        return known, cells
+        return count, cells
 
     def _walk(self, node: _PrefixNode, tokens: Sequence[int]) -> Iterator[tuple[_PrefixNode, int]]:
         """Yields the nodes along the tokens, and the number of each node's tokens that these share.
@@ -163,8 +163,8 @@ class PrefixTree:
             self._give_up(oldest)
         count = min(count, self.capacity - self.used)
         again = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        start, self._begun = self._begun, self._begun + count - len(again)
-        return [*again, *range(start, self._begun)]
+        start, self._fresh = self._fresh, self._fresh + count - len(again)
+        return [*again, *range(start, self._fresh)]
 
     def _give_up(self, leaf: _PrefixNode) -> None:
         del self._by_use[leaf]
@@ -232,7 +232,7 @@ class KeptPrefixes:
 
     def kept_length(self, owner: str, tokens: Sequence[int]) -> int:
         """Returns the number of first tokens that are kept for the owner; 0 if too few to copy."""
-        return len(self._found(owner, tokens))
+        return len(self._cells_of(owner, tokens))
 
     @torch.inference_mode()
     def load(
@@ -251,14 +251,14 @@ class KeptPrefixes:
         Returns:
             The number of tokens that were copied, from the first on.
         """
-        cells = np.asarray(self._found(owner, tokens), dtype=np.int64)
+        cells = np.asarray(self._cells_of(owner, tokens), dtype=np.int64)
         base = slot * cache.capacity if prefix is None else prefix.base
         moves = Moves()
         moves.add(cells, base + np.arange(len(cells)))
-        for kept, (own, shared) in (
+        for layer, (own, shared) in (
             zip(self._layers, _stores(cache), strict=True) if len(cells) else ()
         ):
-            moves.carry_out(kept, own if prefix is None else shared)
+            moves.carry_out(layer, own if prefix is None else shared)
         if prefix is None:
             cache.lengths[slot] = len(cells)
         return len(cells)
@@ -280,11 +280,11 @@ class KeptPrefixes:
         from_slot, from_store = Moves(), Moves()
         from_slot.add(slot * cache.capacity + positions[~stored] - offset, into[~stored])
         from_store.add(base + positions[stored], into[stored])
-        for kept, (own, shared) in zip(self._layers, _stores(cache), strict=True):
-            from_slot.carry_out(own, kept)
-            from_store.carry_out(shared, kept)
+        for layer, (own, shared) in zip(self._layers, _stores(cache), strict=True):
+            from_slot.carry_out(own, layer)
+            from_store.carry_out(shared, layer)
 
-    def _found(self, owner: str, tokens: Sequence[int]) -> list[int]:
+    def _cells_of(self, owner: str, tokens: Sequence[int]) -> list[int]:
         cells = self._tree.find(owner, tokens)
         return cells if len(cells) >= MIN_TOKENS else []
 

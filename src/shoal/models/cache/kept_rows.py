@@ -113,10 +113,10 @@ class KeptRows(KeptPrefixes):
 
         Both are 0 where the tokens are too few.
         """
-        wanted, best = np.array(tokens), (0, 0)
+        prompt, best = np.array(tokens), (0, 0)
         for number, row in self._rows.items():
-            length = min(len(wanted), len(row.tokens))
-            differ = np.flatnonzero(wanted[:length] != row.tokens[:length])
+            length = min(len(prompt), len(row.tokens))
+            differ = np.flatnonzero(prompt[:length] != row.tokens[:length])
             count = self._usable(row.state, int(differ[0]) if len(differ) else length)
             if row.owner == owner and count > best[0]:
                 best = count, number

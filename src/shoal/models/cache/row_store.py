@@ -88,24 +88,24 @@ class Layer:
 
         Of the first `used` tokens in each slot, those that fit are kept.
         """
-        size, kept = (slots, capacity), (slots, min(used, capacity))
+        size, part = (slots, capacity), (slots, min(used, capacity))
         self.keys, self.values = (
-            resized(tensor, size, kept) for tensor in (self.keys, self.values)
+            resized(tensor, size, part) for tensor in (self.keys, self.values)
         )
         self.shared_keys, self.shared_values = (
             resized(tensor, (cells,), (cells,)) for tensor in (self.shared_keys, self.shared_values)
         )
 
 
-def resized(tensor: Tensor, size: tuple[int, ...], kept: tuple[int, ...]) -> Tensor:
+def resized(tensor: Tensor, size: tuple[int, ...], within: tuple[int, ...]) -> Tensor:
     """Enlarges or cuts the first dimensions; returns the tensor itself if nothing changes.
 
-    The old elements within `kept` are copied.
+    The old elements within `within` are copied.
     """
     if tensor.shape[: len(size)] == size:
         return tensor
     resized = zeros(tensor, (*size, *tensor.shape[len(size) :]))
-    part = tuple(slice(min(lengths)) for lengths in zip(tensor.shape, kept, strict=False))
+    part = tuple(slice(min(lengths)) for lengths in zip(tensor.shape, within, strict=False))
     resized[part] = tensor[part]
     return resized
 
@@ -186,15 +186,15 @@ class RowStore:
         self._resize(min(slots, self.slots), min(capacity, self.capacity), min(cells, self.cells))
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
-        used = max(
+        longest = max(
             (length - self._offset(slot) for slot, length in enumerate(self.lengths)), default=0
         )
         try:
             for layer in self._layers:
-                layer.resize(slots, capacity, cells, used)
+                layer.resize(slots, capacity, cells, longest)
         except BaseException:  # out of memory, most likely: all layers must stay of one size
             for layer in self._layers:
-                layer.resize(self.slots, self.capacity, self.cells, used)
+                layer.resize(self.slots, self.capacity, self.cells, longest)
             raise
         for slot in range(slots, self.slots):
             self.marks.forget(slot)
@@ -310,20 +310,20 @@ class RowStore:
         for layer in source._layers[len(self._layers) : layers]:
             self._layers.append(layer_like(self, layer.dtype, layer.keys, layer.values))
         own, shared = Moves(), Moves()
-        for slot, taken in enumerate(slots):
+        for slot, other in enumerate(slots):
             self.enter(slot)
-            if taken is None:
+            if other is None:
                 continue
-            length = source.lengths[taken]
-            prefix = source.prefixes[taken]
-            offset = source._offset(taken)
+            length = source.lengths[other]
+            prefix = source.prefixes[other]
+            offset = source._offset(other)
             self.gaps[slot] = max(0, length - first - recent)
             self.lengths[slot] = length - self.gaps[slot]
             positions = np.arange(self.lengths[slot])
             positions[first:] += self.gaps[slot]
             cells = slot * self.capacity + np.arange(self.lengths[slot])
             stored = positions < offset
-            own.add(taken * source.capacity + positions[~stored] - offset, cells[~stored])
+            own.add(other * source.capacity + positions[~stored] - offset, cells[~stored])
             if prefix is not None:
                 shared.add(prefix.base + positions[stored], cells[stored])
         for mine, theirs in zip(self._layers, source._layers, strict=False):
@@ -342,11 +342,11 @@ class RowStore:
         """Zeroes all NaN and infinite values of the slot and its prefix, at any position."""
         prefix = self.prefixes[slot]
         for layer in self._layers:
-            held = [tensor[slot] for tensor in layer.tensors()]
+            parts = [tensor[slot] for tensor in layer.tensors()]
             if prefix is not None:
                 cells = slice(prefix.base, prefix.base + prefix.length)
-                held += [layer.shared_keys[cells], layer.shared_values[cells]]
-            for tensor in held:
+                parts += [layer.shared_keys[cells], layer.shared_values[cells]]
+            for tensor in parts:
                 if self.rounds:  # numbers that are not finite have a scale that is not
                     scales = tensor[..., -SCALE_BYTES:].contiguous().view(torch.float32)
                     finite = scales.nan_to_num_(0.0, 0.0, 0.0).view(torch.int8)

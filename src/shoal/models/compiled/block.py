@@ -269,9 +269,9 @@ class View(Cache):
         """
         self._layer = layer_idx
         keys, values, *_ = self._stores[layer_idx]
-        return self._written(keys, key_states), self._written(values, value_states)
+        return self._stored(keys, key_states), self._stored(values, value_states)
 
-    def _written(self, store: Tensor, states: Tensor) -> Tensor:
+    def _stored(self, store: Tensor, states: Tensor) -> Tensor:
         bucket, cells = self.block.bucket, self.block.cells
         flat = store.view(-1, store.shape[2] * store.shape[3])
         flat.index_copy_(0, cells, states.transpose(1, 2).reshape(bucket.rows * bucket.q, -1))

@@ -285,10 +285,8 @@ class CapturedRound(RoundParts):
         if name in self._checked or not self._passes.replays:
             return None
         functions = self.functions
-        written = (
-            functions.written_by_target() if name == "verify" else functions.written_by_steps()
-        )
-        return FirstReplays(functions, written)
+        cells = functions.written_by_target() if name == "verify" else functions.written_by_steps()
+        return FirstReplays(functions, cells)
 
 
 class FirstReplays:
@@ -304,8 +302,8 @@ class FirstReplays:
         written: the cells that the replay will write.
     """
 
-    def __init__(self, functions: RoundFunctions, written: Sequence[WrittenCells]) -> None:
-        self._functions, self._written = functions, written
+    def __init__(self, functions: RoundFunctions, cells: Sequence[WrittenCells]) -> None:
+        self._functions, self._written = functions, cells
         self._before = [tensor.clone() for tensor in functions.state]
 
     def compare(self, run: Run, results: Sequence[Tensor]) -> None:
@@ -319,14 +317,14 @@ class FirstReplays:
             ArithmeticError: the replay computes other bits than its function.
         """
         functions, steps = self._functions, self._functions.steps.copy()
-        kept = functions.results
+        before = functions.results
         after, cells = functions.inputs.buffer.clone(), self._cells()
         for tensor, value in zip(functions.state, self._before, strict=True):
             tensor.copy_(value)
         real = self._written[0].block.bounds[1] > 0
         for ours, right in zip(results, run(), strict=True):
             _require(~(_differ(ours, right) & real), "values")
-        functions.steps[:], functions.results = steps, kept  # their addresses are known to graphs
+        functions.steps[:], functions.results = steps, before  # their addresses are known to graphs
         _require(_bits(after) == _bits(functions.inputs.buffer), "buffers")
         for written, ours, right in zip(self._written, cells, self._cells(), strict=True):
             padding = written.cells == written.block.scratch

@@ -248,13 +248,13 @@ class Captures:
         """Returns the generation of a cache as it is now."""
         if not len(cache):
             raise InternalError("captured rounds over a cache that no pass has given layers")
-        known = self._of.get(cache)
+        generation = self._of.get(cache)
         # The cache is new, or has grown.
-        if known is None or any(map(is_not, known.stores[0], cache.stores_of(0))):
+        if generation is None or any(map(is_not, generation.stores[0], cache.stores_of(0))):
             self.forget(cache)
             execute = EXECUTORS[self.executor](self.hf.device)
-            known = self._of[cache] = _Generation(cache.stores(), execute)
-        return known
+            generation = self._of[cache] = _Generation(cache.stores(), execute)
+        return generation
 
     # ── passes of a round ─────────────────────────────────────────────────────────────────────────
 

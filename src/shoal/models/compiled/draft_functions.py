@@ -147,13 +147,13 @@ def stepped(
             torch.arange(every.shape[0], device=every.device), (block.bounds[1] - 1).clamp(min=0)
         ]
     step = _distribution(logits, style, temperature, captures.by_kernels, want_q)
-    drawn = step.best
+    tokens_now = step.best
     if step.probs is not None and not style.greedy:
         draw = on_device(style.draw, step.probs) if captures.by_kernels else style.draw
-        drawn = draw(step.probs, uniforms)
-    known = logits.shape[-1]
-    fed = drawn if known >= style.vocab_size else drawn.clamp(max=known - 1)
-    q, tokens = step.probs if want_q else None, torch.where(step.sound, drawn, -1)
+        tokens_now = draw(step.probs, uniforms)
+    width = logits.shape[-1]
+    fed = tokens_now if width >= style.vocab_size else tokens_now.clamp(max=width - 1)
+    q, tokens = step.probs if want_q else None, torch.where(step.sound, tokens_now, -1)
     return StepComputation(q, tokens, logits, fed)
 
 
@@ -165,8 +165,8 @@ def _distribution(
     The probabilities are None if all rows are greedy and `want_q` is false.
     """
     only_best = bool(style.greedy) and not want_q
-    known = style.draws_from_softmax or only_best
-    if known and by_kernels and gpu_draws.softmax_runs(logits):
+    from_softmax = style.draws_from_softmax or only_best
+    if from_softmax and by_kernels and gpu_draws.softmax_runs(logits):
         own = None if style.greedy else temperature
         return gpu_draws.softmax(logits, own, style.vocab_size, want_probs=not only_best)
     scores, best, sound = _of_target(logits, style)
@@ -184,27 +184,27 @@ def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:
         Logits of the target's vocabulary, zeros where there is no distribution; the most probable
         token [rows], the lowest of equal ones; and True where there is a distribution, [rows].
     """
-    known = logits.shape[-1]
-    if known < style.vocab_size:
-        logits = torch.nn.functional.pad(logits, (0, style.vocab_size - known), value=-torch.inf)
+    width = logits.shape[-1]
+    if width < style.vocab_size:
+        logits = torch.nn.functional.pad(logits, (0, style.vocab_size - width), value=-torch.inf)
     top, best = logits[:, : style.vocab_size].max(-1)
     sound = top.abs() < torch.inf
     return torch.where(sound[:, None], logits[:, : style.vocab_size], 0.0), best, sound
 
 
-def check(found: StepComputation, right: Tensor, style: Style, temperature: Tensor) -> None:
+def check(step: StepComputation, right: Tensor, style: Style, temperature: Tensor) -> None:
     """Raises ArithmeticError if a first step's results are not those of an ordinary step.
 
     Args:
         right: logits of the ordinary step, [rows, vocab].
     """
     rows = len(right)
-    compare(found.logits[:rows], right)
-    if found.q is None:
+    compare(step.logits[:rows], right)
+    if step.q is None:
         return
-    q, tokens = found.q[:rows], found.tokens[:rows, None]
+    q, tokens = step.q[:rows], step.tokens[:rows, None]
     possible = (q.gather(1, tokens.clamp(min=0)) > 0) | (tokens < 0)
-    expected, enough = style.probabilities(_of_target(found.logits, style)[0], temperature)
+    expected, enough = style.probabilities(_of_target(step.logits, style)[0], temperature)
     wrong = ~torch.isclose(q, expected[:rows], rtol=1e-3, atol=1e-6).all(-1)
     if enough is not None:
         wrong &= enough[:rows]  # the step may know of more candidates
@@ -213,7 +213,7 @@ def check(found: StepComputation, right: Tensor, style: Style, temperature: Tens
 
 
 def feed(
-    found: StepComputation, then: Block, *, same: bool, by_kernel: bool, kept: Tensor | None = None
+    step: StepComputation, then: Block, *, same: bool, by_kernel: bool, kept: Tensor | None = None
 ) -> None:
     """Puts the tokens that a step drew into the block of the next step.
 
@@ -223,10 +223,10 @@ def feed(
         kept: a tensor [rows] that takes the tokens as well.
     """
     if by_kernel:
-        gpu_draws.feed(found.fed, then.tokens, kept, then.moving if same else None)
+        gpu_draws.feed(step.fed, then.tokens, kept, then.moving if same else None)
         return
-    then.tokens.copy_(found.fed[:, None])
+    then.tokens.copy_(step.fed[:, None])
     if kept is not None:
-        kept.copy_(found.fed)
+        kept.copy_(step.fed)
     if same:
         then.advance()

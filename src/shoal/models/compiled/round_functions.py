@@ -97,8 +97,8 @@ class RoundFunctions:
         self.tokens = torch.zeros(rows, k + 1, dtype=torch.long, device=device)
         self.steps: list[StepComputation] = []
         self.results: Tensor | None = None
-        known = target.passes.candidates.get(kind.style, kind.style.candidates)
-        self._style = kind.style._replace(candidates=known)
+        candidates = target.passes.candidates.get(kind.style, kind.style.candidates)
+        self._style = kind.style._replace(candidates=candidates)
         self._matches = bool(kind.style.greedy) and kind.rule.matches_greedy
         self._views = {
             name: _view(model, bucket, self.inputs[name])
@@ -110,9 +110,9 @@ class RoundFunctions:
 
     def widen(self) -> None:
         """Makes the functions that are built from now on look at more candidates."""
-        known, style = self._target.passes.candidates, self.kind.style
+        candidates, style = self._target.passes.candidates, self.kind.style
         more = wider(self._style.candidates)
-        known[style] = max(more, known.get(style, 0))
+        candidates[style] = max(more, candidates.get(style, 0))
         self._style = style._replace(candidates=more)
 
     @property
@@ -198,9 +198,9 @@ class RoundFunctions:
         self.tokens[:, 0].copy_(self.inputs["last"])
         with target.passes.within(view):
             logits = target.passes.forward(view)
-        drawn = [step.tokens for step in self.steps]
+        drafts = [step.tokens for step in self.steps]
         step = self._decide(logits, self.uniforms, by_kernels=target.passes.by_kernels)
-        self.results = packed_results(logits, self.tokens[:, 1:], drawn, *step)
+        self.results = packed_results(logits, self.tokens[:, 1:], drafts, *step)
         return self.results, logits
 
     def decided(self, logits: Tensor, scale: float = 1.0) -> Verdict:
@@ -226,10 +226,10 @@ class RoundFunctions:
         kind, k = self.kind, self.kind.k
         drafts, lengths = self.tokens[:, 1:], self.inputs["lengths"]
         if self._matches:
-            said = logits.argmax(-1)
-            accepted = accepted_lengths(said[:, :-1] == drafts, lengths)
-            probs = torch.ones(said.shape, dtype=self._width(), device=said.device)
-            return Verdict(accepted, said.gather(1, accepted[:, None]).squeeze(1), probs), None
+            tokens = logits.argmax(-1)
+            accepted = accepted_lengths(tokens[:, :-1] == drafts, lengths)
+            probs = torch.ones(tokens.shape, dtype=self._width(), device=tokens.device)
+            return Verdict(accepted, tokens.gather(1, accepted[:, None]).squeeze(1), probs), None
         temperatures, flat = self.temperatures.repeat_interleave(k + 1), logits.flatten(0, 1)
         p, enough = self._style.probabilities(flat, temperatures, by_kernels=by_kernels)
         q = [step.q for step in self.steps if step.q is not None]
@@ -316,9 +316,9 @@ class NextRound:
             functions.block("later").move((starts + 1) * real, real, capacity)
             both = torch.stack([functions.tokens[:, k], following], dim=1)
             alone = torch.stack([following, torch.zeros_like(following)], dim=1)
-            known = drafter.passes.hf.get_output_embeddings().weight.shape[0]
-            fed = torch.where(lacks[:, None] > 0, both, alone).clamp(max=known - 1)
-            inputs["pending"].view(len(fed), -1).copy_(fed)
+            ids = drafter.passes.hf.get_output_embeddings().weight.shape[0]
+            tokens = torch.where(lacks[:, None] > 0, both, alone).clamp(max=ids - 1)
+            inputs["pending"].view(len(tokens), -1).copy_(tokens)
         table = self._table.reals("uniforms").view(self._shape)
         places = (accepted[:, None] + self._positions)[..., None].expand_as(functions.uniforms)
         functions.uniforms.copy_(table.gather(1, places))

@@ -32,7 +32,7 @@ class Upload:
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         self._host = host_buffer(sum(sizes.values()), device)
         self._device = torch.zeros(len(self._host), dtype=torch.long, device=device)
-        self._sent = event_for(device)
+        self._event = event_for(device)
         names, lengths = list(sizes), list(sizes.values())
         self._parts = dict(zip(names, self._device.split(lengths), strict=True))
         self._host_parts = dict(
@@ -58,13 +58,13 @@ class Upload:
     def send(self) -> None:
         """Copies all parts."""
         self._device.copy_(self._host, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record(torch.cuda.current_stream(self._device.device))
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device.device))
 
     def reuse(self) -> None:
         """Waits until the last copy is over, if no results that came later have."""
-        if self._sent is not None:
-            self._sent.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
 
     @property
     def buffer(self) -> Tensor:
@@ -99,9 +99,9 @@ class Arrival:
         device: the device that they come from.
     """
 
-    def __init__(self, found: Tensor, device: torch.device) -> None:
-        self._found, self._device = found, device
-        self._event = event_for(device) if found.is_pinned() else None
+    def __init__(self, numbers: Tensor, device: torch.device) -> None:
+        self._numbers, self._device = numbers, device
+        self._event = event_for(device) if numbers.is_pinned() else None
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(device))
 
@@ -109,9 +109,9 @@ class Arrival:
         """Returns the results, good until the next but one are sent. A round waits here."""
         if self._event is not None:
             self._event.synchronize()
-        elif self._found.is_pinned():
+        elif self._numbers.is_pinned():
             torch.cuda.current_stream(self._device).synchronize()
-        return self._found.numpy()
+        return self._numbers.numpy()
 
 
 class Download:

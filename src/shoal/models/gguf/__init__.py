@@ -155,8 +155,8 @@ class GgufModel(nn.Module):
         """The architecture, the size and the format of the weights, in llama.cpp's words."""
         text = ctypes.create_string_buffer(128)
         library().llama_model_desc(self.handle, text, len(text))
-        said = text.value.decode("utf-8", "replace")
-        return said.replace(" ?B", "").replace(" (guessed)", "")  # llama.cpp's, of other sizes
+        words = text.value.decode("utf-8", "replace")
+        return words.replace(" ?B", "").replace(" (guessed)", "")  # llama.cpp's, of other sizes
 
     @property
     def token_bytes(self) -> int:
@@ -347,10 +347,10 @@ def _run_writer(source: Path, copy: Path) -> None:
     with subprocess.Popen(program, text=True, errors="replace", **piped) as writer:
         try:
             for line in writer.stderr or ():
-                done = re.match(r"\[ *(\d+)/ *(\d+)\]", line)
-                if done and time.monotonic() - told_at > PACE:
+                progress = re.match(r"\[ *(\d+)/ *(\d+)\]", line)
+                if progress and time.monotonic() - told_at > PACE:
                     told_at = time.monotonic()
-                    LOG.info("writing a copy in 4 bits: %s of %s tensors", *done.groups())
+                    LOG.info("writing a copy in 4 bits: %s of %s tensors", *progress.groups())
             code = writer.wait()
         finally:
             writer.kill()

@@ -286,21 +286,23 @@ def rotary_parameters(header: Header, family: str, context: int) -> dict[str, An
 
     scaled = value("scaling.factor", value("scale_linear", 0)) or 1
     kind = value("scaling.type", "linear")  # as llama.cpp reads a file that names none
-    made: dict[str, Any] = {"rope_theta": value("freq_base", 1e4)}
+    parameters: dict[str, Any] = {"rope_theta": value("freq_base", 1e4)}
     for key, neutral in NEUTRAL.items():
         if value(f"scaling.{key}", neutral) != neutral:
             raise UnsupportedModel(f"it has {family}.rope.scaling.{key}")
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedModel(f"it has {family}.rope.scaling.type {kind!r}")
     if kind == "none" or (kind == "linear" and scaled == 1):
-        return made | {"rope_type": "default"}
+        return parameters | {"rope_type": "default"}
     if FACTORS in header.tensors:
         raise UnsupportedModel(f"it has {FACTORS} beside {family}.rope.scaling.type {kind!r}")
-    made |= {"rope_type": kind, "factor": scaled}
+    parameters |= {"rope_type": kind, "factor": scaled}
     if kind == "yarn":
-        made["original_max_position_embeddings"] = value("scaling.original_context_length", context)
-        made |= {name: value(f"scaling.{key}", otherwise) for name, key, otherwise in BETAS}
-    return made
+        parameters["original_max_position_embeddings"] = value(
+            "scaling.original_context_length", context
+        )
+        parameters |= {name: value(f"scaling.{key}", otherwise) for name, key, otherwise in BETAS}
+    return parameters
 
 
 def divide(rotary: Any, factors: Tensor) -> None:

@@ -241,11 +241,11 @@ def require_own_options(name: str, *, strict: bool, **options: object) -> None:
             f"{name}: strict=True does not go with GGUF files: shoal cannot prove the bits of "
             f"llama.cpp's passes"
         )
-    given = sorted(
+    names = sorted(
         key for key, value in options.items() if value not in ("auto", "off", False, None)
     )
-    if given:
+    if names:
         raise RequestError(
-            f"{name}: {' and '.join(given)} does not go with GGUF files, which say what their "
+            f"{name}: {' and '.join(names)} does not go with GGUF files, which say what their "
             f"weights are"
         )

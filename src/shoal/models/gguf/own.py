@@ -103,9 +103,9 @@ class _Reader:
             for name, stem in LINEARS.items():
                 inputs = layer.get_submodule(name).in_features
                 turned = heads.get(stem) if self._family == "llama" else None
-                made = self._linear(f"blk.{number}.{stem}", inputs, turned)
+                linear = self._linear(f"blk.{number}.{stem}", inputs, turned)
                 parent, _, last = name.rpartition(".")
-                setattr(layer.get_submodule(parent), last, made)
+                setattr(layer.get_submodule(parent), last, linear)
             for name, stem in NORMS.items():
                 if f"blk.{number}.{stem}.weight" in self._left:
                     self._norm(layer.get_submodule(name), f"blk.{number}.{stem}")

@@ -91,9 +91,9 @@ class Sequences(SlotCache):
         self._settle()
         context = _make_context(self._model, slots, room, self.snapshots_wanted)
         free = weakref.finalize(self, library().llama_free, context)
-        kept = [slot for slot in range(min(slots, self.slots)) if self.lengths[slot]]
+        full = [slot for slot in range(min(slots, self.slots)) if self.lengths[slot]]
         try:
-            for slot in kept:
+            for slot in full:
                 _write(context, slot, self.state_of(slot).for_sequences(slots))
         except BaseException:
             free()
@@ -101,7 +101,7 @@ class Sequences(SlotCache):
         if self._free is not None:
             self._free()
         self.context, self._free, self._size = context, free, (slots, room)
-        self._stored = [self.lengths[slot] if slot in kept else 0 for slot in range(slots)]
+        self._stored = [self.lengths[slot] if slot in full else 0 for slot in range(slots)]
 
     def _settle(self) -> None:
         """Carries out copies.
@@ -302,7 +302,7 @@ class Feed:
     def __init__(self, most: int = PASS_TOKENS) -> None:
         lib = library()
         self._ids, self._places, self._rows = (np.zeros(most, np.int32) for _ in range(3))
-        self._ones, self._wanted = np.ones(most, np.int32), np.zeros(most, np.int8)
+        self._ones, self._outputs = np.ones(most, np.int32), np.zeros(most, np.int8)
         step = self._rows.itemsize
         self._each_row = self._rows.ctypes.data + step * np.arange(most, dtype=np.uintp)
         pointer = ctypes.POINTER
@@ -311,20 +311,20 @@ class Feed:
             pos=self._places.ctypes.data_as(pointer(lib.llama_pos)),
             n_seq_id=self._ones.ctypes.data_as(pointer(ctypes.c_int32)),
             seq_id=self._each_row.ctypes.data_as(pointer(pointer(lib.llama_seq_id))),
-            logits=self._wanted.ctypes.data_as(pointer(ctypes.c_int8)),
+            logits=self._outputs.ctypes.data_as(pointer(ctypes.c_int8)),
         )
 
-    def fill(self, ids: Sequence[int] | Any, places: Any, rows: Any, wanted: bool) -> Any:
+    def fill(self, ids: Sequence[int] | Any, places: Any, rows: Any, want_logits: bool) -> Any:
         """Returns the batch of these tokens.
 
         Args:
             ids: token ids, [tokens] integers.
             places: positions, [tokens] integers.
             rows: sequences, [tokens] integers.
-            wanted: True if the logits of all tokens are wanted, False if none are.
+            want_logits: True if the logits of all tokens are wanted, False if none are.
         """
         count = len(ids)
         self._ids[:count], self._places[:count], self._rows[:count] = ids, places, rows
-        self._wanted[:count] = wanted
+        self._outputs[:count] = want_logits
         self.batch.n_tokens = count
         return self.batch

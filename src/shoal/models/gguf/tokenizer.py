@@ -95,15 +95,15 @@ def tokenizer_of(file: Path) -> Any:
         ModelError: the file is damaged.
         UnsupportedModel: no tokenizer with llama.cpp's ids can be made of the file.
     """
-    kept = _place(file)
-    if kept is not None and (kept / "tokenizer_config.json").is_file():
+    place = _place(file)
+    if place is not None and (place / "tokenizer_config.json").is_file():
         with suppress(OSError, ValueError):
-            return transformers.AutoTokenizer.from_pretrained(str(kept))
+            return transformers.AutoTokenizer.from_pretrained(str(place))
     tokenizer = _make(file)
     _compare(file, tokenizer)
-    if kept is not None:
+    if place is not None:
         with suppress(OSError):
-            _keep(tokenizer, kept)
+            _keep(tokenizer, place)
     return tokenizer
 
 
@@ -150,14 +150,14 @@ def _make(file: Path) -> Any:
             f"'llama'"
         )
     _add_ends(backend, metadata)
-    made = transformers.PreTrainedTokenizerFast(
+    result = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
         **{f"{name}_token": token for name, token in metadata.named_tokens()},
     )
     template = metadata.text("tokenizer.chat_template")
-    made.chat_template = template or None
-    return made
+    result.chat_template = template or None
+    return result
 
 
 def _byte_level(file: Path, metadata: _Metadata) -> tokenizers.Tokenizer:

@@ -36,13 +36,13 @@ def on_device(draw: Draw, weights: Tensor) -> Draw:
     Args:
         weights: [rows, vocabulary].
     """
-    known = KERNELS.get(draw)
+    kernel = KERNELS.get(draw)
     fits = (
         weights.dtype == torch.float32
         and weights.shape[1] <= MOST_TOKENS
         and weights.is_contiguous()
     )
-    return known if known is not None and fits and available(weights) else draw
+    return kernel if kernel is not None and fits and available(weights) else draw
 
 
 def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -60,8 +60,8 @@ def begin(
     """
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < width
-    chosen = tl.load(tokens + token // columns * row_stride + token % columns)
-    row = tl.load(embedding + chosen * width + column, mask=inside, other=0.0)
+    entry = tl.load(tokens + token // columns * row_stride + token % columns)
+    row = tl.load(embedding + entry * width + column, mask=inside, other=0.0)
     tl.store(x + token * width + column, row, mask=inside)
     tl.store(
         out + token * width + column, normed(row, weight, column, inside, width, eps), mask=inside

@@ -305,11 +305,11 @@ def fused_layers_of(hf: Any) -> FusedLayers | None:
         or hf.config.hidden_size > MOST_WIDTH
     ):
         return None
-    known = _known_linears(hf)
-    if decoder_of(hf, *known) is None:
+    linears = _known_linears(hf)
+    if decoder_of(hf, *linears) is None:
         return None
-    gate_up = [known[1]([layer.mlp.gate_proj, layer.mlp.up_proj]) for layer in hf.model.layers]
-    decoder = decoder_of(hf, *known)  # its weights have got other addresses
+    gate_up = [linears[1]([layer.mlp.gate_proj, layer.mlp.up_proj]) for layer in hf.model.layers]
+    decoder = decoder_of(hf, *linears)  # its weights have got other addresses
     return None if decoder is None else FusedLayers(decoder, gate_up)
 
 

@@ -284,9 +284,9 @@ class Angles:
         """
         tables = self._tables
         if len(tables[0]) < positions:
-            device, known = self._rotary.inv_freq.device, 1 << (positions - 1).bit_length()
+            device, count = self._rotary.inv_freq.device, 1 << (positions - 1).bit_length()
             cos, sin = self._rotary(
-                torch.empty(0, device=device), torch.arange(known, device=device)[None]
+                torch.empty(0, device=device), torch.arange(count, device=device)[None]
             )
             self._tables = tables = cos[0].contiguous(), sin[0].contiguous()
         return tables

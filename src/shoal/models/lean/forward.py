@@ -34,10 +34,10 @@ class NativeKernels:
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        made = library()
+        kernels = library()
         self.decoder, self.angles = decoder, Angles(decoder.rotary)
         names = (f"{name}_{SUFFIXES[decoder.dtype]}" for name in ("rms_norm", "heads", "attend"))
-        self.rms_norm, self.heads, self.attend = (getattr(made, name) for name in names)
+        self.rms_norm, self.heads, self.attend = (getattr(kernels, name) for name in names)
 
     def of(self, decoder: Decoder) -> NativeKernels:
         """Returns the kernels for a decoder of some of the same layers."""
@@ -296,7 +296,7 @@ class LeanPass:
         do = self._kernels(plan, cache, method)
         x = embedded(tokens.flatten(), partial(decoder.embedding.index_select, 0), vectors)
         # Copied: the next layer may overwrite its input.
-        kept = {0: x.clone()} if 0 in hidden_layers else {}
+        states_of = {0: x.clone()} if 0 in hidden_layers else {}
         for index, layer in enumerate(decoder.layers):
             states = layer.states.linear(do.norm(x, layer.attention_norm))
             x = layer.out.linear_add(do.attend(states, index), x)
@@ -305,13 +305,13 @@ class LeanPass:
                 layer.up.linear_mul(h, layer.gate.linear(h, decoder.activation)), x
             )
             if index + 1 in hidden_layers:
-                kept[index + 1] = x.clone()
+                states_of[index + 1] = x.clone()
         last = (
             do.norm(x, decoder.norm) if want_logits or len(decoder.layers) in hidden_layers else x
         )
-        kept |= {len(decoder.layers): last} if hidden_layers else {}
+        states_of |= {len(decoder.layers): last} if hidden_layers else {}
         hidden = (
-            torch.cat([kept[layer] for layer in hidden_layers], dim=-1).view(*tokens.shape, -1)
+            torch.cat([states_of[layer] for layer in hidden_layers], dim=-1).view(*tokens.shape, -1)
             if hidden_layers
             else None
         )

@@ -94,14 +94,10 @@ class LeanSteps:
         self._step = DraftStepStruct(
             work.pass_, draws, work.bounds.buffer_info()[0], work.pass_.tree_positions
         )
-        self._held = (
-            work.held,
-            work.bounds,
-            drawn_from,
-            drawing.logprobs,
-        )  # the step has their addresses
+        # The step has the addresses of these objects.
+        self._owners = work.owners, work.bounds, drawn_from, drawing.logprobs
         self._draft: Any = getattr(library(), f"draft_{SUFFIXES[whole.decoder.dtype]}")
-        self._cache, self._slots, self._counts, self._done = cache, plan.slots, plan.counts, 0
+        self._cache, self._slots, self._counts, self._number = cache, plan.slots, plan.counts, 0
 
     def __call__(self) -> DraftedStep | None:
         """Computes the next step; returns None if a row has no distribution. Raises MemoryError."""
@@ -112,7 +108,7 @@ class LeanSteps:
         self._counts = [1] * len(self._slots)
         if result:
             return None
-        j, self._done = self._done, self._done + 1
+        j, self._number = self._number, self._number + 1
         confidence = self._probs if self._highest is None else self._highest
         return DraftedStep(None if self._q is None else self._q[j], self._tokens[j], confidence[j])
 
@@ -159,8 +155,8 @@ def lean_steps(
 
     def step() -> DraftedStep | None:
         with runner.counts.timed(runner.name):
-            drawn = steps()
+            result = steps()
             runner.counts.executors[C_DECODER] += 1
-            return drawn
+            return result
 
     return step

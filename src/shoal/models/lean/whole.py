@@ -49,12 +49,12 @@ class WholePass:
         self.decoder, self.angles = decoder, angles
         self._decode: Any = getattr(library(), f"decode_{SUFFIXES[decoder.dtype]}")
         structs = _Structs(decoder.dtype)
-        self._model, self._held = structs.model(decoder, angles), structs.held
+        self._model, self._owners = structs.model(decoder, angles), structs.owners
         self._model_at = ctypes.pointer(self._model)
         gated, attended = decoder.layers[0].gate.shape[0], decoder.heads * decoder.dim
         features = 2 * decoder.width + 2 * (attended + decoder.kv_heads * decoder.dim) + gated
         self._token_bytes = features * decoder.dtype.itemsize
-        self.weight_bytes = sum(held.nbytes for held in structs.held)
+        self.weight_bytes = sum(owner.nbytes for owner in structs.owners)
 
     def of(self, decoder: Decoder) -> WholePass:
         """Makes the passes of a decoder of some of the same layers."""
@@ -154,12 +154,12 @@ class Prepared(NamedTuple):
     Attributes:
         pass_: the struct of the pass.
         bounds: the starts and lengths of the rows, as the kernel reads them.
-        held: the objects that must live until the pass is computed.
+        owners: the objects that must live until the pass is computed.
     """
 
     pass_: PassStruct
     bounds: array[int]
-    held: Any
+    owners: Any
 
 
 def require_done(failure: int) -> None:
@@ -193,8 +193,8 @@ class _Trees:
         if plan.parents is None:
             self.addresses: tuple[int, int | None] = self.positions.data_ptr(), None
             return
-        self._held = [masks.tree(layer.window) for layer in decoder.layers]
-        self._words = array("q", [tree[1].data_ptr() for tree in self._held if tree is not None])
+        self._owners = [masks.tree(layer.window) for layer in decoder.layers]
+        self._words = array("q", [tree[1].data_ptr() for tree in self._owners if tree is not None])
         self.addresses = self.positions.data_ptr(), self._words.buffer_info()[0]
 
 
@@ -206,11 +206,11 @@ class _Structs:
     """The structs of a decoder. Methods raise _Unfit.
 
     Attributes:
-        held: the tensors whose addresses are in the structs.
+        owners: the tensors whose addresses are in the structs.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.held: list[Tensor] = []
+        self.owners: list[Tensor] = []
         self._dtype = dtype
 
     def model(self, decoder: Decoder, angles: Angles) -> ModelStruct:
@@ -266,5 +266,5 @@ class _Structs:
             raise _Unfit("a weight has gaps in memory")
         if tensor.dtype != (dtype or self._dtype):
             raise _Unfit(f"a weight is {tensor.dtype}, and the model {self._dtype}")
-        self.held.append(tensor.detach())
+        self.owners.append(tensor.detach())
         return tensor.data_ptr()

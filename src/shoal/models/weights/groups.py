@@ -146,10 +146,10 @@ class GroupMatrix(Matrix):
         if any(part.kernel_form != form or part.shape[0] % PANEL for part in parts):
             groups = [_unpacked(part.panels, part.kernel_form, part.shape) for part in parts]
             return cls(Groups.joined(groups), bias, exact)
-        whole, made = cls.__new__(cls), [part.panels.detach() for part in parts]
-        panels = empty((sum(map(len, made)), *made[0].shape[1:]), torch.uint8)
+        whole, panels_of_parts = cls.__new__(cls), [part.panels.detach() for part in parts]
+        panels = empty((sum(map(len, panels_of_parts)), *panels_of_parts[0].shape[1:]), torch.uint8)
         outputs = sum(part.shape[0] for part in parts)
-        torch.cat(made, out=panels)
+        torch.cat(panels_of_parts, out=panels)
         whole._take(panels, form, (outputs, parts[0].shape[1]), bias, exact)
         return whole
 

@@ -238,22 +238,22 @@ def lay_out(hf: Any, choose: Callable[[Collection[Key]], Mapping[Key, str]]) -> 
     Returns:
         The forms and the numbers of their weights, in words.
     """
-    done: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     shared = [each for each in _shared_weights(hf) if each.weight.device.type == "cpu"]
     forms = choose({each.key for each in shared})
-    taken = [(each, forms[each.key] if each.has_one_bias else AS_IS) for each in shared]
-    for each, form in taken:
+    layouts = [(each, forms[each.key] if each.has_one_bias else AS_IS) for each in shared]
+    for each, form in layouts:
         if form == INPUT_MAJOR:
             each.weight.data = input_major(each.weight.data)
-        done[form] += 1
-    to_pack = [each for each, form in taken if form == PACKED]
+        counts[form] += 1
+    to_pack = [each for each, form in layouts if form == PACKED]
     for each, matrix in zip(to_pack, _matrices(to_pack), strict=True):
         each.use(matrix)
-    if set(done) - {AS_IS} and hasattr(hf, "save_pretrained"):
+    if set(counts) - {AS_IS} and hasattr(hf, "save_pretrained"):
         hf.save_pretrained = SavePretrained(hf)
-    if len(done) > 1:
-        return ", ".join(f"{count} {form}" for form, count in done.most_common())
-    return next(iter(done), AS_IS)
+    if len(counts) > 1:
+        return ", ".join(f"{count} {form}" for form, count in counts.most_common())
+    return next(iter(counts), AS_IS)
 
 
 def _matrices(shared: Sequence[_Shared]) -> Iterator[Matrix]:

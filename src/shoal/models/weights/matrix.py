@@ -57,9 +57,9 @@ def _place(size: int) -> tuple[mmap.mmap, int]:
     with _lock:
         if _shared is None or _shared[1] + size > CHUNK:
             _shared = mapping(CHUNK), 0
-        made, used = _shared
-        _shared = made, used + size
-    return made, used
+        block, offset = _shared
+        _shared = block, offset + size
+    return block, offset
 
 
 AS_IS, INPUT_MAJOR, PACKED = "as-is", "input-major", "packed"
@@ -192,21 +192,21 @@ class Matrix:
 
     def layout(self) -> Tensor:
         """Returns a tensor without data of the shape and strides of `dense()`."""
-        kept = self._weight if self.form != PACKED else self.table
+        source = self._weight if self.form != PACKED else self.table
         like = torch.empty(0, dtype=self.dtype, device="meta")
-        if kept is None:
+        if source is None:
             return like.as_strided(self.shape, (self.shape[1], 1))
-        return like.as_strided(kept.shape, kept.stride(), kept.storage_offset())
+        return like.as_strided(source.shape, source.stride(), source.storage_offset())
 
     def write(self, weight: Tensor) -> None:
         """Replaces the weights by others of the same shape and dtype, from the next product on."""
         self.epoch += 1
         with torch.inference_mode(False), torch.no_grad():
-            kept = self.dense()
-            if weight is not kept:
-                kept.copy_(weight)
+            dense = self.dense()
+            if weight is not dense:
+                dense.copy_(weight)
         if self.form == PACKED:
-            self._keep(kept, self.table is not None)
+            self._keep(dense, self.table is not None)
 
     def adds(self, bias: Tensor | None, start: int = 0) -> bool:
         """Returns True if the products of the rows from `start` on have this bias.

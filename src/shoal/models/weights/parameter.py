@@ -135,12 +135,12 @@ class PackedWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            kept = (
+            part = (
                 None
                 if self.start is None
                 else PackedWeight(copy.deepcopy(self.matrix, memo), self, self.start)
             )
-            own = self.detach().clone() if kept is None else kept
+            own = self.detach().clone() if part is None else part
             memo[id(self)] = (
                 nn.Parameter(own, self.requires_grad) if isinstance(self, nn.Parameter) else own
             )
@@ -198,17 +198,17 @@ class _Call:
 
     def run(self) -> Any:
         """Runs the operation and returns its result; afterwards the matrices hold its writes."""
-        written = list(self._written())
-        before = [(part.shape, part.data_ptr()) for part in written]
+        writes = list(self._written())
+        before = [(part.shape, part.data_ptr()) for part in writes]
         args, kwargs = tree_map(
             lambda leaf: self.parts.get(id(leaf), leaf), (self.args, self.kwargs)
         )
         try:
             out = self.func(*args, **kwargs)
         finally:
-            if written:
+            if writes:
                 self._write()
-        if [(part.shape, part.data_ptr()) for part in written] != before:
+        if [(part.shape, part.data_ptr()) for part in writes] != before:
             raise RuntimeError(
                 f"{self.func} gives weights other memory, which packed ones cannot take: assign "
                 f"weight.data"
@@ -219,9 +219,9 @@ class _Call:
         """Yields the parts that the operation writes into."""
         for i, argument in enumerate(self.func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                given = self.args[i] if i < len(self.args) else self.kwargs.get(argument.name)
+                value = self.args[i] if i < len(self.args) else self.kwargs.get(argument.name)
                 yield from (
-                    self.parts[id(leaf)] for leaf in tree_leaves(given) if id(leaf) in self.parts
+                    self.parts[id(leaf)] for leaf in tree_leaves(value) if id(leaf) in self.parts
                 )
 
     def _write(self) -> None:
@@ -335,14 +335,14 @@ def sums(hf: nn.Module) -> list[Tensor]:
     meet. A packed matrix alone counts the writes into its weights; PyTorch those of others.
     """
     checksums: list[Tensor] = []
-    counts, held = list[int](), {id(one): one for one in (*hf.parameters(), *hf.buffers())}
+    counts, tensors = list[int](), {id(one): one for one in (*hf.parameters(), *hf.buffers())}
     for module in hf.modules():
         leaves = _attributes(module)
-        held |= {id(one): one for one in leaves if isinstance(one, Tensor)}
+        tensors |= {id(one): one for one in leaves if isinstance(one, Tensor)}
         plain = [one for one in leaves if isinstance(one, PLAIN)]
         hooks = (*module._forward_hooks, None, *module._forward_pre_hooks)
         counts.append(hash((*hooks, vars(module).get("forward"), *plain)))
-    for tensor in held.values():
+    for tensor in tensors.values():
         if isinstance(tensor, PackedWeight):
             counts += [id(tensor.matrix), tensor.matrix.epoch]
             if tensor.matrix.form == PACKED:

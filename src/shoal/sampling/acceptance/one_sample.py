@@ -67,6 +67,8 @@ class Rule(Protocol):
     def decide(self, tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
         """Decides on a draft tree.
 
+        On a CPU one call of C decides on chains (`shoal.sampling.distributions.by_kernel`).
+
         Args:
             uniforms: by position, [rows, depth of the tree + 1, ...].
         """

@@ -280,7 +280,9 @@ class RunnerCounts:
         return counts
 
     def take_executors(self) -> Counter[str]:
-        """Returns the passes since the last call by executor, those of prompts included."""
+        """Returns the number of passes since the last call by executor, passes over prompts
+        included.
+        """
         counts, self.executors = self.executors, Counter()
         return counts
 

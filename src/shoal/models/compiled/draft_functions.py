@@ -193,7 +193,7 @@ def _of_target(logits: Tensor, style: Style) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check(step: StepComputation, right: Tensor, style: Style, temperature: Tensor) -> None:
-    """Raises ArithmeticError if a first step's results are not those of an ordinary step.
+    """Raises ArithmeticError if the results of a first step differ from an ordinary step's.
 
     Args:
         right: logits of the ordinary step, [rows, vocab].

@@ -156,7 +156,7 @@ def decide(
     capacity: int,
     fits: Fits,
     must_fit: bool,
-    known: int = 0,
+    hits: int = 0,
 ) -> Decision:
     """Returns the decision about a row that asks for a slot.
 
@@ -167,11 +167,11 @@ def decide(
         fits: returns True if there is memory for rows.
         must_fit: False = a row that would be the only one is admitted without asking. The engine
             has refused rows that are too large for that (`shoal.engine.memory.Memory.check`).
-        known: the tokens of its prompt that need not be computed.
+        hits: the tokens of its prompt that need not be computed.
     """
     for candidate in _states(row, state, capacity):
         origin, source = find_prompt(row, candidate)
-        slot = choose_slot(row, origin, candidate, budget, capacity, known)
+        slot = choose_slot(row, origin, candidate, budget, capacity, hits)
         if slot is None:
             return Decision(state, state.store)
         store = _with_prompt(row, origin, candidate.store, capacity)
@@ -211,14 +211,14 @@ def find_prompt(row: Row, state: CacheState) -> tuple[PromptOrigin, int | None]:
 
 
 def choose_slot(
-    row: Row, origin: PromptOrigin, state: CacheState, budget: int, capacity: int, known: int = 0
+    row: Row, origin: PromptOrigin, state: CacheState, budget: int, capacity: int, hits: int = 0
 ) -> int | None:
     """Returns the first free slot, or None.
 
     A prompt that takes several rounds gets a slot above all taken slots, because the rows that run
     meanwhile need adjacent slots.
     """
-    takes_several_rounds = origin is PromptOrigin.COMPUTE and row.entry_length - 1 - known > budget
+    takes_several_rounds = origin is PromptOrigin.COMPUTE and row.entry_length - 1 - hits > budget
     if takes_several_rounds and not budget:
         return None
     if None in state.rows and not takes_several_rounds:

@@ -84,7 +84,7 @@ class Detokenizer:
         ends: the length of the text after each token pushed.
         stopped: True from the first token on whose text completes a stop string; `text` is cut
             before the stop string, or behind it if it is to be shown.
-        kept: the number of tokens that cover the cut text, once it is stopped.
+        token_count: the number of tokens that cover the cut text, once it is stopped.
         shown: the number of characters returned by `take` so far.
     """
 
@@ -123,7 +123,7 @@ class Detokenizer:
         self.text = ""
         self.shown = visible_from
         self.stopped = False
-        self.kept: int | None = None
+        self.token_count: int | None = None
         if shows_cut:
             self._begin()
             self._cut_prompt = None
@@ -161,7 +161,8 @@ class Detokenizer:
         """
         if not self.stopped and (tokens or self._prefix >= 0):  # many are cut before they begin
             self._finish(tokens)
-        return self.text[self.visible_from :], count if self.kept is None else self.kept
+        count = count if self.token_count is None else self.token_count
+        return self.text[self.visible_from :], count
 
     def _finish(self, tokens: Sequence[int]) -> None:
         """Decodes the last tokens.
@@ -266,7 +267,7 @@ class Detokenizer:
             cut, end, is_shown = min(stops_in_text, key=lambda one: one[0])
             text = self.text + held_back
             self.text, self.ends[-1] = text[: end if is_shown else cut], len(text)
-            self.kept = len(self.ends) if is_shown else self.covering(cut)
+            self.token_count = len(self.ends) if is_shown else self.covering(cut)
             self.stopped = True
 
     def covering(self, characters: int) -> int:

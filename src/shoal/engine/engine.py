@@ -163,7 +163,7 @@ class Engine:
             chunk=own.chunk,
             fits=self.memory.fits,
             rows_now=self.batch_size.rows,
-            kept=self.kept_prefixes,
+            prefixes=self.kept_prefixes,
             fairness=Fairness(own.quantum),
         )
         self.validator = RequestValidator(
@@ -175,7 +175,7 @@ class Engine:
             self.drafter,
             self.scheduler,
             memory=self.memory,
-            kept=self.kept_prefixes,
+            prefixes=self.kept_prefixes,
             stats=self.stats,
             clock=own.clock or time.perf_counter,
             guides=self.guides,

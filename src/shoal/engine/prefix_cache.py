@@ -199,7 +199,7 @@ def prefill(
     target: Runner,
     round_: ScheduledRound,
     hidden: list[Tensor] | None = None,
-    kept: PrefixCache | None = None,
+    prefixes: PrefixCache | None = None,
 ) -> int:
     """Carries out a round's admissions and moves in the target's cache.
 
@@ -207,7 +207,7 @@ def prefill(
         target: the target, with the engine's cache.
         hidden: receives the hidden states of each of the round's chunks, [tokens, features], if the
             target keeps any.
-        kept: the store of the tokens that admissions restore.
+        prefixes: the store of the tokens that admissions restore.
 
     Returns:
         The number of prompt tokens that were computed.
@@ -217,8 +217,8 @@ def prefill(
     for admission in admissions:
         if admission.origin in (PromptOrigin.COMPUTE, PromptOrigin.SHARED):
             cache.enter(admission.row.slot, admission.row.prefix)
-        if kept is not None and admission.restored:
-            kept.restore(admission.row, admission.restored)
+        if prefixes is not None and admission.restored:
+            prefixes.restore(admission.row, admission.restored)
     by_slot: dict[int, Tensor] = {}
     stored: dict[int, list[Tensor]] = {}
     computed += feed_prompts(

@@ -31,7 +31,7 @@ class Batch:
         drafter: the drafter; None = plain decoding.
         scheduler: decides which rows run, and in which slots.
         memory: sizes the caches.
-        kept: the prefixes of earlier rows; None = none are kept.
+        prefixes: the prefixes of earlier rows; None = none are kept.
         stats: the counts of prompts and pauses.
         clock: returns seconds.
         guides: the guide of rows with guidance, and the expert.
@@ -47,7 +47,7 @@ class Batch:
         drafter: Drafter | None,
         scheduler: Scheduler,
         memory: Memory,
-        kept: PrefixCache | None,
+        prefixes: PrefixCache | None,
         stats: Stats,
         clock: Callable[[], float],
         guides: Sequence[Guide] = (),
@@ -55,7 +55,7 @@ class Batch:
         self.target, self.drafter, self.scheduler, self.memory = target, drafter, scheduler, memory
         self.drafter_name = "" if drafter is None else name_of(drafter)
         self.plain = PlainRows(drafter)
-        self.kept, self.stats, self.clock, self.guides = kept, stats, clock, guides
+        self.prefixes, self.stats, self.clock, self.guides = prefixes, stats, clock, guides
 
     # ── joining ───────────────────────────────────────────────────────────────────────────────────
 
@@ -115,7 +115,7 @@ class Batch:
                 admission.row.started_at = started
         self.memory.allocate(round_)
         hidden: list[Tensor] = []
-        computed = prefill(self.target, round_, hidden, self.kept)
+        computed = prefill(self.target, round_, hidden, self.prefixes)
         self.target.counts.take()  # no part of a round
         self.stats.count_executors("target", self.target.counts.take_executors())
         self.stats.prefills += sum(
@@ -224,8 +224,8 @@ class Batch:
         row = self.scheduler.to_pause()
         if row is None:
             return
-        if self.kept is not None:
-            self.kept.keep(row)
+        if self.prefixes is not None:
+            self.prefixes.keep(row)
         for follower in (self.drafter, *self.guides):
             if follower is not None:
                 follower.pause([row])
@@ -248,8 +248,8 @@ class Batch:
         rows = [commit.row for commit in commits]
         for one in self.guides:
             one.keep(rows, of_rows, scores.faults)
-        if self.kept is not None:
-            self.kept.learn([commit for commit in commits if commit.row not in scores.faults])
+        if self.prefixes is not None:
+            self.prefixes.learn([commit for commit in commits if commit.row not in scores.faults])
         if self.drafter is not None:
             self.drafter.observe(rows, scores, verdict)
         for commit in commits:

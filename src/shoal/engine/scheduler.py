@@ -66,7 +66,7 @@ class Scheduler:
             if it returns False, unless `memory_reserved`.
         memory_reserved: True if memory is taken beside the rows, so that even a single row may have
             to wait.
-        kept: the prefixes of earlier rows (`shoal.engine.prefix_cache`); None = there are none.
+        prefixes: the prefixes of earlier rows (`shoal.engine.prefix_cache`); None = there are none.
         carries: returns True if a round's pass may take a chunk of a prompt along
             (`shoal.models.prompt_passes.carries_prompts`).
         rows_now: returns the most rows in slots in the coming round, at most `capacity`; see
@@ -80,7 +80,7 @@ class Scheduler:
     chunk: int = CHUNK
     fits: Fits = lambda rows, slots, prefixes: True
     memory_reserved: bool = False
-    kept: Prefixes | None = None
+    prefixes: Prefixes | None = None
     carries: Callable[[], bool] = lambda: False
     rows_now: Callable[[int, int, float], int] = lambda running, waiting, seconds_per_token: (
         sys.maxsize
@@ -257,10 +257,10 @@ class Scheduler:
         call, groups = self.fairness.first(self.waiting.calls), self.slots.replaceable_groups
         row = self.waiting.first(call, groups)
         state = self.slots.state(computed)
-        restorable = 0
-        if self.kept is not None and find_prompt(row, state)[0] is PromptOrigin.COMPUTE:
-            restorable = self.kept.kept_length(row)
-            if any(self.kept.promise(row, other) >= restorable + MIN_WAIT for other in computed):
+        hits = 0
+        if self.prefixes is not None and find_prompt(row, state)[0] is PromptOrigin.COMPUTE:
+            hits = self.prefixes.kept_length(row)
+            if any(self.prefixes.promise(row, other) >= hits + MIN_WAIT for other in computed):
                 return None
         decision = decide(
             row,
@@ -269,12 +269,12 @@ class Scheduler:
             capacity=self.capacity,
             fits=self.fits,
             must_fit=self.memory_reserved,
-            known=restorable,
+            hits=hits,
         )
         if not self.slots.seat(row, decision):
             return None
         self.waiting.remove(row)
-        restored = restorable if decision.origin is PromptOrigin.COMPUTE else 0
+        restored = hits if decision.origin is PromptOrigin.COMPUTE else 0
         if not row.paused_at:
             row.restored = restored
         return Admission(row, decision.origin, decision.source, restored)

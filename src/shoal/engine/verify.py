@@ -123,19 +123,19 @@ class Stages:
         self._drafting = not lookahead.adaptive  # or if the last round drafted
         self._gathered = True  # if rows could join before this round
 
-    def gather(self, ended: list[Commit]) -> Sequence[Row]:
+    def gather(self, commits: list[Commit]) -> Sequence[Row]:
         """Returns the rows of this round. If the round was launched ahead, they are the rows of
         that launch.
 
         Args:
-            ended: receives rows that end, see `Batch.gather`.
+            commits: receives rows that end, see `Batch.gather`.
         """
         self.rides.keep_pace(drafting=self._drafting)
         rows: Sequence[Row] = ()
         if self.captured.is_ahead:
             rows = self.captured.under_way(self._batch.scheduler.running)
         self._gathered = not rows
-        return rows or self._batch.gather(ended, drafting=self._drafting)
+        return rows or self._batch.gather(commits, drafting=self._drafting)
 
     def lengths(self, rows: Sequence[Row]) -> Sequence[int]:
         """Returns the draft length of each row."""

@@ -88,9 +88,9 @@ def _left_by_groups(root: Path) -> Iterator[int | None]:
             yield _left(top / group, *names)
 
 
-def _left(group: Path, limit: str, used: str, file_cache: str) -> int | None:
+def _left(group: Path, limit: str, usage: str, file_cache: str) -> int | None:
     """Returns the bytes that a group leaves; None if it has no limit or cannot be read."""
-    most, now = _text(group / limit).strip(), _text(group / used).strip()
+    most, now = _text(group / limit).strip(), _text(group / usage).strip()
     if not (most.isdecimal() and now.isdecimal()):
         return None
     return int(most) - int(now) + _fields(group / "memory.stat").get(file_cache, 0)

@@ -47,10 +47,10 @@ def checkpoint_of(hf: Any) -> Path | None:
         return Path(name) if name else None
     try:
         commit = getattr(hf.config, "_commit_hash", None)
-        found = cached_file(name, "config.json", local_files_only=True, revision=commit)
+        config = cached_file(name, "config.json", local_files_only=True, revision=commit)
     except (OSError, ValueError):
         return None
-    return None if found is None else Path(found).parent
+    return None if config is None else Path(config).parent
 
 
 def method_of(config: Any) -> str | None:
@@ -238,17 +238,17 @@ def load_weights(source: str | Path, config: Any, groups: str | None = None, **o
         options |= {"config": ours, "dtype": torch.float32}
     try:
         with nullcontext() if half is None else _without_report():
-            hf, found = from_pretrained(
+            hf, report = from_pretrained(
                 source, transformers.AutoModelForCausalLM, output_loading_info=True, **options
             )
-        _check_complete(source, found["missing_keys"])
+        _check_complete(source, report["missing_keys"])
     except (RequestError, ModelError) as error:
         if method is None:
             raise
         raise UnsupportedModel(
             f"{source} was quantised by {method}, and cannot be read here: {why}{error}; {INSTEAD}"
         ) from error
-    require_no_scales(source, method, hf, found["unexpected_keys"])
+    require_no_scales(source, method, hf, report["unexpected_keys"])
     if hasattr(hf, "ct_decompress_hook"):
         _write_out(hf)
     return hf
@@ -301,7 +301,7 @@ def load_tokenizer(source: str | Path, **hub: Any) -> Any:
         return tokenizer_of(file)
     place = directory_of(source)
     if place is not None and not any(
-        found for pattern in TOKENIZER_FILES for found in place.glob(pattern)
+        each for pattern in TOKENIZER_FILES for each in place.glob(pattern)
     ):
         raise RequestError(
             f"no tokenizer in {source}: expected tokenizer.json or the files that it is made from"

@@ -307,12 +307,12 @@ def token_trie(
     sequences: dict[int, Sequence[int]] = {i: [own] for i, own in same.items()}
     for i in target.pieces:
         if i < target_size and target.tokens_of(target.pieces[i])[0] == i:
-            ids = _written(target.pieces[i], pieces)
+            ids = _ids_for(target.pieces[i], pieces)
             sequences |= {} if ids is None else {i: ids}
     return TokenTrie(sequences)
 
 
-def _written(data: bytes, pieces: Mapping[bytes, int]) -> list[int] | None:
+def _ids_for(data: bytes, pieces: Mapping[bytes, int]) -> list[int] | None:
     """Returns the only sequence of pieces that makes up the data, or None.
 
     No piece begins with another one.

@@ -261,16 +261,14 @@ def most_used(
     return tuple(sorted({*always, *rest[: max(k - len(set(always)), 0)]}))
 
 
-def save_trim(directory: Path, kept: Sequence[int], tokenizer: Any) -> Path:
+def save_trim(directory: Path, ids: Sequence[int], tokenizer: Any) -> Path:
     """Writes the file beside a drafter, and returns its path.
 
     Args:
-        kept: the drafter's ids that its head keeps.
+        ids: the drafter's ids that its head keeps.
     """
     path = directory / TRIM_FILE
-    write_synced(
-        path, json.dumps({"vocabulary": fingerprint(tokenizer), "kept": list(kept)}) + "\n"
-    )
+    write_synced(path, json.dumps({"vocabulary": fingerprint(tokenizer), "kept": list(ids)}) + "\n")
     return path
 
 
@@ -355,27 +353,27 @@ class Proposable:
 
 
 def proposable(
-    found: Vocabularies | None, kept: Sequence[int] | None, target_size: int
+    both: Vocabularies | None, head_ids: Sequence[int] | None, target_size: int
 ) -> Proposable:
     """Returns the tokens that both models have and the drafter's head has kept.
 
     Args:
-        found: the two vocabularies; None if the tokenizers are the same.
-        kept: the ids that the drafter's head keeps; None for all.
+        both: the two vocabularies; None if the tokenizers are the same.
+        head_ids: the ids that the drafter's head keeps; None for all.
 
     Raises:
         RequestError: there are no such tokens.
     """
-    if kept is None:
-        return Proposable(found, None if found is None else found.shared)
-    columns = {token: column for column, token in enumerate(kept)}
-    if found is None:
-        pairs = [(token, token) for token in kept if token < target_size]
+    if head_ids is None:
+        return Proposable(both, None if both is None else both.shared)
+    columns = {token: column for column, token in enumerate(head_ids)}
+    if both is None:
+        pairs = [(token, token) for token in head_ids if token < target_size]
     else:
         pairs = (
             []
-            if found.shared is None
-            else list(zip(found.shared.target, found.shared.draft, strict=True))
+            if both.shared is None
+            else list(zip(both.shared.target, both.shared.draft, strict=True))
         )
     pairs = [pair for pair in pairs if pair[1] in columns]
     if not pairs:
@@ -385,5 +383,5 @@ def proposable(
     ours, theirs = zip(*pairs, strict=True)
     shared = SharedTokens(ours, theirs, tuple(columns[token] for token in theirs), target_size)
     return Proposable(
-        None if found is None else replace(found, shared=shared, kept=tuple(kept)), shared
+        None if both is None else replace(both, shared=shared, kept=tuple(head_ids)), shared
     )

@@ -258,14 +258,14 @@ class UniformsAhead:
 
     def _from_table(self, rows: Sequence[Row], width: int, by_round: bool) -> Tensor:
         places = [self._places.get(row.serial, NOWHERE) for row in rows]
-        counts = _used(rows, places, by_round)
+        counts = _offsets(rows, places, by_round)
         if max(counts) > AHEAD - width:
             # Rows that need new positions soon are computed too, or each round would compute some.
             least = min(AHEAD - width + 1, AHEAD // 2)
             stale = [row for row, count in zip(rows, counts, strict=True) if count >= least]
             self._compute(stale, rows, by_round)
             places = [self._places[row.serial] for row in rows]
-            counts = _used(rows, places, by_round)
+            counts = _offsets(rows, places, by_round)
         starts = [AHEAD * place[0] + count for place, count in zip(places, counts, strict=True)]
         return torch.from_numpy(self._table[np.add.outer(starts, np.arange(width))])
 
@@ -311,7 +311,9 @@ def _behind(rows: Sequence[Row], by_round: bool) -> list[int]:
     return [len(row.tokens) - row.rounds for row in rows] if by_round else [0] * len(rows)
 
 
-def _used(rows: Sequence[Row], places: Sequence[tuple[int, int, int]], by_round: bool) -> list[int]:
+def _offsets(
+    rows: Sequence[Row], places: Sequence[tuple[int, int, int]], by_round: bool
+) -> list[int]:
     """Returns the number of used positions of each row's place; after a round with drafts all."""
     behind = _behind(rows, by_round)
     return [

@@ -303,7 +303,7 @@ class FirstReplays:
     """
 
     def __init__(self, functions: RoundFunctions, cells: Sequence[WrittenCells]) -> None:
-        self._functions, self._written = functions, cells
+        self._functions, self._places = functions, cells
         self._before = [tensor.clone() for tensor in functions.state]
 
     def compare(self, run: Run, results: Sequence[Tensor]) -> None:
@@ -321,20 +321,20 @@ class FirstReplays:
         after, cells = functions.inputs.buffer.clone(), self._cells()
         for tensor, value in zip(functions.state, self._before, strict=True):
             tensor.copy_(value)
-        real = self._written[0].block.bounds[1] > 0
+        real = self._places[0].block.bounds[1] > 0
         for ours, right in zip(results, run(), strict=True):
             _require(~(_differ(ours, right) & real), "values")
         functions.steps[:], functions.results = steps, before  # their addresses are known to graphs
         _require(_bits(after) == _bits(functions.inputs.buffer), "buffers")
-        for written, ours, right in zip(self._written, cells, self._cells(), strict=True):
-            padding = written.cells == written.block.scratch
+        for place, ours, right in zip(self._places, cells, self._cells(), strict=True):
+            padding = place.cells == place.block.scratch
             _require(~_differ(ours, right) | padding, "keys and values")
 
     def _cells(self) -> list[Tensor]:
         """Returns the numbers in the written cells, of all layers [cells, numbers]."""
         return [
             torch.cat([store.flatten(0, 1)[one.cells].flatten(1) for store in one.stores], dim=1)
-            for one in self._written
+            for one in self._places
         ]
 
 

@@ -37,18 +37,18 @@ def parts_of_softmax(
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * SIZE + tl.arange(0, SIZE)
-    held = tl.load(logits + row * row_stride + token, mask=token < known, other=-float("inf"))
-    held = held.to(tl.float32)
+    values = tl.load(logits + row * row_stride + token, mask=token < known, other=-float("inf"))
+    values = values.to(tl.float32)
     temperature = 1.0
     if temperatures is not None:
         temperature = tl.load(temperatures + row)
-    broken = tl.max((held != held).to(tl.int32), 0)
-    held = tl.where(held == held, held, -float("inf"))
-    top = tl.max(held, 0)
-    place = tl.min(tl.where(held == top, token, known), 0)
+    broken = tl.max((values != values).to(tl.int32), 0)
+    values = tl.where(values == values, values, -float("inf"))
+    top = tl.max(values, 0)
+    place = tl.min(tl.where(values == top, token, known), 0)
     origin = tl.where(top == -float("inf"), 0.0, top) / temperature
     at = row * tl.num_programs(1) + part
-    tl.store(totals + at, tl.sum(tl.exp(held / temperature - origin), 0))
+    tl.store(totals + at, tl.sum(tl.exp(values / temperature - origin), 0))
     tl.store(tops + at, tl.where(broken > 0, float("inf"), top))
     tl.store(places + at, place)
 
@@ -109,8 +109,8 @@ def block_sums(weights, sums, vocabulary, blocks, SIZE: tl.constexpr):
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = block * SIZE + tl.arange(0, SIZE)
-    held = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0)
-    tl.store(sums + row * blocks + block, tl.sum(held.to(tl.float64), 0))
+    values = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0)
+    tl.store(sums + row * blocks + block, tl.sum(values.to(tl.float64), 0))
 
 
 @triton.jit
@@ -133,17 +133,17 @@ def inverse_transform(
     float64 -> tokens [rows] int64.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
-    held = tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0)
-    ends = tl.cumsum(held, 0)
+    sizes = tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0)
+    ends = tl.cumsum(sizes, 0)
     threshold = tl.load(uniforms + row * uniform_stride) * tl.max(ends, 0)
-    chosen = first_above(held, ends, threshold, blocks, BLOCKS)
-    before = tl.sum(tl.where(block == chosen - 1, ends, 0.0), 0)
-    token = chosen * SIZE + tl.arange(0, SIZE)
+    winner = first_above(sizes, ends, threshold, blocks, BLOCKS)
+    before = tl.sum(tl.where(block == winner - 1, ends, 0.0), 0)
+    token = winner * SIZE + tl.arange(0, SIZE)
     inside = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0).to(
         tl.float64
     )
     within = first_above(inside, tl.cumsum(inside, 0), threshold - before, SIZE, SIZE)
-    tl.store(tokens + row, tl.minimum(chosen * SIZE + within, vocabulary - 1).to(tl.int64))
+    tl.store(tokens + row, tl.minimum(winner * SIZE + within, vocabulary - 1).to(tl.int64))
 
 
 @triton.jit
@@ -155,8 +155,8 @@ def bucket_sums(weights, sums, vocabulary, parts, DEPTH: tl.constexpr, BUCKETS: 
     """
     row, part, bucket = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BUCKETS)
     token = (part * DEPTH + tl.arange(0, DEPTH))[:, None] * BUCKETS + bucket[None, :]
-    held = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0)
-    tl.store(sums + (row * parts + part) * BUCKETS + bucket, tl.sum(held.to(tl.float64), 0))
+    values = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0)
+    tl.store(sums + (row * parts + part) * BUCKETS + bucket, tl.sum(values.to(tl.float64), 0))
 
 
 @triton.jit
@@ -183,15 +183,15 @@ def exponential_race(
     place = (row * parts + part)[:, None] * BUCKETS + bucket[None, :]
     speed = tl.sum(tl.load(sums + place, mask=(part < parts)[:, None], other=0.0), 0)
     finish = speed / tl.load(uniforms + row * uniform_stride + 1 + bucket)
-    chosen = tl.min(tl.where(finish == tl.max(finish, 0), bucket, BUCKETS), 0)
-    token = chosen + BUCKETS * tl.arange(0, MEMBERS)
+    winner = tl.min(tl.where(finish == tl.max(finish, 0), bucket, BUCKETS), 0)
+    token = winner + BUCKETS * tl.arange(0, MEMBERS)
     inside = tl.load(weights + row * vocabulary + token, mask=token < vocabulary, other=0.0).to(
         tl.float64
     )
     ends = tl.cumsum(inside, 0)
     threshold = tl.load(uniforms + row * uniform_stride) * tl.max(ends, 0)
     within = first_above(inside, ends, threshold, (vocabulary + BUCKETS - 1) // BUCKETS, MEMBERS)
-    tl.store(tokens + row, tl.minimum(chosen + BUCKETS * within, vocabulary - 1).to(tl.int64))
+    tl.store(tokens + row, tl.minimum(winner + BUCKETS * within, vocabulary - 1).to(tl.int64))
 
 
 @triton.jit

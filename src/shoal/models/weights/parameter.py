@@ -41,7 +41,7 @@ class PackedWeight(Tensor):
 
     matrix: Matrix
     start: int | None
-    _seen: tuple[int, Tensor] | None
+    _memo: tuple[int, Tensor] | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -64,7 +64,7 @@ class PackedWeight(Tensor):
             )
 
     def __init__(self, matrix: Matrix, like: Tensor, start: int | None = None) -> None:
-        self.matrix, self.start, self._seen = matrix, start, None
+        self.matrix, self.start, self._memo = matrix, start, None
 
     @staticmethod
     def rows(matrix: Matrix, start: int = 0, stop: int | None = None) -> PackedWeight:
@@ -187,10 +187,10 @@ class _Call:
         self.dense: dict[int, Tensor] = {}
         for weight in self.weights:
             if id(weight.matrix) not in self.dense:
-                seen = weight._seen
-                fresh = seen is not None and seen[0] == weight.matrix.epoch
+                memo = weight._memo
+                fresh = memo is not None and memo[0] == weight.matrix.epoch
                 self.dense[id(weight.matrix)] = (
-                    seen[1] if seen is not None and fresh else weight.matrix.dense()
+                    memo[1] if memo is not None and fresh else weight.matrix.dense()
                 )
         self.parts = {
             id(weight): weight.of(self.dense[id(weight.matrix)]) for weight in self.weights
@@ -198,7 +198,7 @@ class _Call:
 
     def run(self) -> Any:
         """Runs the operation and returns its result; afterwards the matrices hold its writes."""
-        writes = list(self._written())
+        writes = list(self._outputs())
         before = [(part.shape, part.data_ptr()) for part in writes]
         args, kwargs = tree_map(
             lambda leaf: self.parts.get(id(leaf), leaf), (self.args, self.kwargs)
@@ -215,7 +215,7 @@ class _Call:
             )
         return self._results(out)
 
-    def _written(self) -> Iterator[Tensor]:
+    def _outputs(self) -> Iterator[Tensor]:
         """Yields the parts that the operation writes into."""
         for i, argument in enumerate(self.func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -249,7 +249,7 @@ class _Call:
                 "packed weights cannot be viewed as another dtype: take weight.detach().clone()"
             )
         view = PackedWeight(matrix, tensor)
-        view._seen = matrix.epoch, self.dense[id(matrix)]
+        view._memo = matrix.epoch, self.dense[id(matrix)]
         return view
 
 

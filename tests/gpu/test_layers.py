@@ -144,7 +144,7 @@ DRAWS: dict[str, tuple[dict[str, str], dict[str, object], int]] = {
     ),
     "block_sums": ({"weights": "*fp32", "sums": "*fp64"}, {"SIZE": 256}, 1),
     "feed": (
-        dict.fromkeys(("drawn", "tokens", "kept", "positions", "cells", "starts", "counts"), "*i64"), {"ADVANCES": True}, 1
+        dict.fromkeys(("drawn", "tokens", "kept", "positions", "cells", "starts", "counts"), "*i64"), {}, 1
     ),
 }  # fmt: skip
 """The same of `gpu_draws`, for the largest vocabulary."""

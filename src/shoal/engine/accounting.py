@@ -39,11 +39,7 @@ class Stopwatch:
         self._last = now
 
     def lap_shares(self, shares: Sequence[float]) -> None:
-        """Ends stages that were computed in one go.
-
-        Args:
-            shares: their shares of the time.
-        """
+        """Ends stages that were computed in one go."""
         now = self._clock()
         drafting, *rest = [share * (now - self._last - self.planning) for share in shares]
         self.laps += [self.planning + drafting, *rest]
@@ -76,7 +72,6 @@ def count_round(
 
     Args:
         stats: the statistics.
-        tree: the drafts of the round.
         commits: the tokens that it committed.
         laps: the seconds of the four stages.
         target: the target's passes and the seconds in them.
@@ -135,7 +130,6 @@ def outcome(
     For a tree that branches, its depth counts as drafted. Tokens that a grammar forces count apart.
 
     Args:
-        tree: the drafts of the round.
         paths: the accepted nodes of each row.
         watch: the stopwatch of the round.
         preparing: the seconds of the drafter for prompts.

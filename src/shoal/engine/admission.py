@@ -240,9 +240,6 @@ def _with_prompt(row: Row, origin: PromptOrigin, store: PrefixStore, capacity: i
 class SlotRows:
     """The rows in slots, and the prompts that the slots and the prefix store hold.
 
-    Args:
-        policy: the policy of the store.
-
     Attributes:
         rows: the row in each slot; None = free.
         groups: for each slot, the group whose complete prompt it holds, or `NO_GROUP`.

@@ -79,8 +79,6 @@ class BatchSize(Protocol):
         """Learns from a round.
 
         Args:
-            rows: the number of rows.
-            committed: the number of committed tokens.
             seconds: the time of the round, without prompts.
         """
 

@@ -39,9 +39,6 @@ def commit(
     end of every row that ends in it.
 
     Args:
-        tree: the drafts of the round.
-        scores: the target's scores of the drafts.
-        verdict: the verdict of the rule.
         drafter: the name of the engine's drafter.
         clock: returns the time in seconds.
     """

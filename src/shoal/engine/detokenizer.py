@@ -333,7 +333,6 @@ def characters(
 
     Args:
         prompt: the prompt's ids.
-        tokens: the tokens that follow.
         shown: see `Detokenizer`.
     """
     detokenizer = Detokenizer(tokenizer, prompt, shown=shown)

@@ -272,8 +272,6 @@ class Engine:
         captured.
 
         Args:
-            rows: the number of rows.
-            tokens: the tokens of each row.
             samplings: the settings of the rounds.
         """
         if self.target.captures is None:

@@ -88,7 +88,6 @@ class Guide:
         """Computes this model's logits of a verification pass.
 
         Args:
-            rows: the rows of the round.
             block: the target's block, without columns that a drafter adds for itself.
 
         Returns:

@@ -68,8 +68,6 @@ def logprobs_of(
     Args:
         blocks: the tokens of each row.
         columns: for each token, the column of the pass that predicts it.
-        scores: the target's scores.
-        verdict: the verdict of the rule.
     """
     by_kernel = verdict.raw_logprobs
     raw = _raw(scores.logits, blocks, columns) if by_kernel is None else by_kernel.tolist()

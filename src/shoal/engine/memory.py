@@ -151,7 +151,6 @@ class Memory:
         """Returns True if there is memory for these rows.
 
         Args:
-            slots: the number of slots.
             prefixes: the prompts in the prefix store, by group.
         """
         most, beside = self._limit(slots)
@@ -206,7 +205,6 @@ class Memory:
 
         Args:
             slots: the number of rows.
-            tokens: the tokens of each row.
 
         Raises:
             OutOfMemory.

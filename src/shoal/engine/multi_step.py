@@ -42,7 +42,6 @@ class MultiStep:
         batch: the engine's rows, with its target, drafter and clock.
         lookahead: the controller, which knows how long rounds stay plain if there is a drafter.
         rule: the rule of the engine; runs are made of draws by the rules of `shoal` alone.
-        uniforms: the uniforms of the engine.
     """
 
     def __init__(

@@ -107,7 +107,6 @@ class PrefixCache:
     Args:
         target: the model.
         drafter: the drafter of the engine; None = there is none.
-        memory: the memory of the prefixes.
     """
 
     def __init__(self, target: Runner, drafter: Drafter | None, memory: PrefixMemory) -> None:

@@ -50,7 +50,6 @@ class Passage:
             text: the text, which goes on with the text read before.
             sure: the number of its characters that stay as they are.
             start: the place, never before an earlier one.
-            end: the end of the place.
         """
         while self._inside or self._begins_before(text, sure, start):
             close = text.find(self._closing, self._at) if self._closing else -1

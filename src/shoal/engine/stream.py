@@ -182,7 +182,6 @@ def _follow(increments: Iterable[Increment], rows: int, most: int) -> None:
     The bar is shown in a terminal or a notebook only.
 
     Args:
-        rows: the number of rows.
         most: the new tokens that each row may have; a row that ends earlier counts as complete.
     """
     from rich.console import Console

@@ -253,8 +253,6 @@ def verify(
 
     Args:
         target: the target, with the engine's cache.
-        rows: the rows of the round.
-        tree: the drafts of the round.
         guides: the guide of rows with guidance, and the expert, if there is one; rows with guidance
             get the scores of the guided target.
         feed: appends a block to slots, and returns its logits; None = by the target.

@@ -43,7 +43,6 @@ class Frequencies:
             bins: the bin of each trial.
             hits: the outcome of each trial, 0..1.
             ages: for each trial, the number of rounds after its own.
-            rounds: the number of rounds.
         """
         faded, size = self.FADE**rounds, len(self._prior)
         weights = self.FADE**ages
@@ -151,7 +150,7 @@ class Acceptance:
         decided = (place < drafted) & (place <= accepted) & (place < self.limit)
         lines, columns = decided.nonzero()
         hits = (place[lines, 0] < accepted[lines, columns]).astype(float)
-        bins = self._bins(confidence)
+        bins = np.searchsorted(self.EDGES, confidence)
         sure = np.isfinite(confidence)
         of_sure = sure[lines, columns]
         positions = self._positions.rates(self._positions.mean)[np.minimum(place, self.limit - 1)]
@@ -192,9 +191,6 @@ class Acceptance:
 
     def _offsets(self, rows: Sequence[Hashable]) -> Array:
         return np.array([self._rows.get(row, 0.0) for row in rows])
-
-    def _bins(self, confidence: Array) -> npt.NDArray[np.intp]:
-        return np.searchsorted(self.EDGES, confidence)
 
 
 def _padded(confidence: Sequence[Sequence[float]], width: int, rows: int) -> Array:

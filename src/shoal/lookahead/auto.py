@@ -254,7 +254,6 @@ class Auto(Controller):
         """Returns the best plan for these rows; None if plain decoding is better.
 
         Args:
-            rows: the rows of the plan.
             waiting: True if other rows wait for slots, so that all committed tokens count alike.
         """
         costs = self.costs
@@ -281,7 +280,6 @@ class Auto(Controller):
         another step is not worth its time.
 
         Args:
-            position: the draft position.
             confidence: the drafter's highest probability at this position, for each row.
         """
         self._confidence[position:] = [confidence]

@@ -72,7 +72,6 @@ def best_even_plan(survival: Array, remaining: Array | None, costs: PairCosts) -
         survival: see `shoal.lookahead.plan.best_plan`.
         remaining: [rows], the tokens that each row may still get; None if other rows wait for
             slots, so that all committed tokens count alike.
-        costs: the costs of the pair.
     """
     rows, limit = survival.shape
     lengths = np.array([length for length in LENGTHS if length <= limit])

@@ -271,7 +271,6 @@ class PairCosts:
         They share the costs of the target's passes and the account.
 
         Args:
-            name: the name of the choice.
             mixed: True if the choice is several drafters, so that the cost of a proposal depends on
                 those that took part.
             one_memory: True if the choices compute prompts for each other.
@@ -310,8 +309,6 @@ class PairCosts:
         """Adds an observation of a proposal; returns the seconds that such a proposal takes.
 
         Args:
-            rows: the number of rows.
-            steps: the number of steps.
             seconds: the seconds of the proposal.
             between: the seconds of all steps but one; None = unknown: all steps then count alike.
         """
@@ -355,10 +352,8 @@ class PairCosts:
         """Corrects the calibration by some rounds.
 
         Args:
-            rows: the number of rows.
             ratio: the tokens per second of the rounds, divided by the rate that their plan
                 promised.
-            rounds: the number of rounds.
         """
         corrected = self.calibration(rows) * (
             1 + min(CALIBRATION_SHARE * rounds, 0.5) * (min(max(ratio, 0.5), 2.0) - 1)

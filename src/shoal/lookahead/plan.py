@@ -168,7 +168,6 @@ def best_plan(survival: Array, weights: Array, costs: PairCosts) -> RoundPlan | 
         survival: [rows, positions], the probability that a draft and all before it are accepted; 0
             at positions that may not be drafted.
         weights: [rows], the weight of a committed token of each row.
-        costs: the costs of the pair.
     """
     rows, limit = survival.shape
     gains = (weights[:, None] * survival).ravel()
@@ -215,7 +214,6 @@ def repays(rate: float, rows: Sequence[Row], unfed: Unfed, costs: PairCosts) -> 
         rate: the tokens per second of the plan.
         rows: the rows of the plan. Most end before they have all tokens that they may get.
         unfed: the tokens that the drafter has not computed.
-        costs: the costs of the pair.
     """
     remaining = np.array([row.remaining for row in rows])
     preparing = costs.seconds_preparing(unfed.tokens(rows))
@@ -230,9 +228,7 @@ def trial_is_due(rows: int, unfed: int, costs: PairCosts) -> bool:
     """Returns True if there is credit for drafts of a few rows.
 
     Args:
-        rows: the number of rows that run.
         unfed: the number of tokens that the drafter has to compute first.
-        costs: the costs of the pair.
     """
     plain, nodes = costs.seconds_plain(rows), math.ceil(costs.trees.by_depth[1])
     cost = (
@@ -257,7 +253,6 @@ def remaining_weights(remaining: Array, survival: Array, costs: PairCosts) -> Ar
     Args:
         remaining: [rows], the tokens that each row may still get, at least 1.
         survival: see `best_plan`.
-        costs: the costs of the pair.
     """
     rows, speed = len(remaining), 1 + survival.sum(axis=1)
     rounds = remaining / speed

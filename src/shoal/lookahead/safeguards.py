@@ -53,7 +53,6 @@ class Credit:
 
         Args:
             plain_round: the seconds of a round.
-            rounds: the number of rounds.
             settle: False for a plain round between rounds with drafts.
         """
         if not self._opened:

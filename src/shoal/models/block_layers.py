@@ -67,7 +67,6 @@ class BlockHeads(nn.Module):
     """The weights, with the attributes of `shoal.models.eagle3_layer.Eagle3Heads`.
 
     Args:
-        config: the config of the layers.
         form: the other entries of config.json.
         features: the width of the target's hidden states side by side.
         drafts: the number of ids that are drafted.

@@ -74,7 +74,6 @@ class Eagle3Heads(nn.Module):
     `shoal.models.mtp_layer` has others with the same attributes and methods.
 
     Args:
-        config: the config of the layer.
         features: the width of the target's three hidden states side by side.
         draft_vocab: the number of ids that the heads draft.
         target_vocab: the number of the target's ids.

@@ -125,7 +125,6 @@ def in_groups(config: Any, method: str, fields: Mapping[str, Any], exact: bool) 
     """Returns the config by which Transformers loads a checkpoint with layers in groups.
 
     Args:
-        config: the model's config.
         method: the name of the method that quantised it.
         fields: the `quantization_config` of config.json.
         exact: True for products of features that are not rounded.

@@ -271,7 +271,6 @@ class HeadStart:
     Files that cannot be read are left to the load, which says why.
 
     Args:
-        files: the files of the weights.
         memory: True if the weights are going to be packed on a CPU.
 
     Attributes:

@@ -180,9 +180,6 @@ def text_half(config: Any) -> Any | None:
     """Returns the config of the text half of a multimodal checkpoint; None for other checkpoints.
 
     It has the whole's number format and ties.
-
-    Args:
-        config: the config of the whole.
     """
     if config.model_type not in HALVES:
         return None

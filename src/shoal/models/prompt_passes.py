@@ -97,9 +97,7 @@ def feed_carrying(
     """Appends a block to its rows, and a piece of a prompt to a slot of its own, in one pass.
 
     Args:
-        slots: the slots of the block's rows.
         block: the block, with draft trees or without.
-        slot: the slot of the prompt.
         prompt: the tokens, at most `MOST_COLUMNS`.
 
     Returns:

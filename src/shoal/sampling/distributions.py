@@ -363,7 +363,6 @@ def by_kernel(
 
     Args:
         tree: the chains.
-        scores: the scores of the target.
         sampler: the sampler of the tokens behind the accepted ones.
         uniforms: by column, [rows, m + 1, ...].
         rejection: True for rejection sampling of drafts whose q is known; False for exact match.

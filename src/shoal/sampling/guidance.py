@@ -46,7 +46,6 @@ class ClassOdds:
     """The log-odds of the expert's class against the guide's, along the drafts of a round.
 
     Args:
-        rows: the rows of the round.
         tree: its drafts.
     """
 

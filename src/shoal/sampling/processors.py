@@ -202,7 +202,6 @@ class GrammarRepetitionPenalty:
     keywords are told apart; keywords of other languages count as names.
 
     Args:
-        tokenizer: the tokenizer of the model.
         eos: the ids that end a text; None for the tokenizer's.
         decay: the factor of a repetition's probability, in (0, 1]; 1 is no penalty. The paper has
             0.9, which stops half of the loops of the bundled target; 0.7 stops all of them

@@ -74,7 +74,6 @@ def rollouts(outputs: Sequence[Output], pad_id: int, device: torch.device | str)
 
     Args:
         pad_id: the id where a row has no token.
-        device: the device of the tensors.
 
     Raises:
         RequestError: `pad_id` is no integer.

@@ -246,7 +246,6 @@ class Result(Sequence[Output]):
 
         Args:
             pad_id: the id where a row has no token.
-            device: the device of the tensors.
 
         Raises:
             RequestError: `pad_id` is no integer.

@@ -52,9 +52,7 @@ class SlotCache(RowStore, Cache):
         """Makes the plan of a pass that appends counts[b] tokens to each slot.
 
         Args:
-            slots: the slots of the rows.
             counts: the number of tokens of each row.
-            device: the device of the pass.
             options: see `Plan`.
         """
         return Plan(

@@ -225,7 +225,6 @@ class KeptPrefixes:
         """Returns how many of the `count` first tokens of a kept prompt a later row may copy.
 
         Args:
-            count: the number of tokens.
             tokens: the number of tokens of the prompt.
         """
         return count

@@ -246,7 +246,6 @@ class Calls:
     """The calls of each mixer in one pass.
 
     Args:
-        plan: the plan of the pass.
         rows: the states of all slots.
 
     Attributes:

@@ -221,7 +221,6 @@ class Plan(PassRows):
         Args:
             prefix: the place of the prompt in the store.
             start: the position of the first token.
-            count: the number of tokens.
         """
         plan = Plan([], [start], [count], device)
         plan.into = prefix

@@ -311,7 +311,6 @@ class FirstReplays:
 
         Args:
             run: the function.
-            results: the results of the replay.
 
         Raises:
             ArithmeticError: the replay computes other bits than its function.

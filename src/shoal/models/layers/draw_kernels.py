@@ -120,7 +120,6 @@ def inverse_transform(
     uniforms,
     tokens,
     vocabulary,
-    blocks,
     uniform_stride,
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -133,6 +132,7 @@ def inverse_transform(
     float64 -> tokens [rows] int64.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    blocks = (vocabulary + SIZE - 1) // SIZE
     sizes = tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0)
     ends = tl.cumsum(sizes, 0)
     threshold = tl.load(uniforms + row * uniform_stride) * tl.max(ends, 0)
@@ -195,20 +195,18 @@ def exponential_race(
 
 
 @triton.jit
-def feed(
-    drawn, tokens, kept, kept_stride, positions, cells, starts, counts, ADVANCES: tl.constexpr
-):
+def feed(drawn, tokens, kept, kept_stride, positions, cells, starts, counts):
     """Puts drawn tokens into the next block of one column, and among the drafts; grid (rows,).
 
-    drawn [rows] int64 -> tokens [rows], kept [rows], `kept_stride` apart. With ADVANCES the block
-    moves on: positions, cells and starts grow by counts, [rows] int64 each.
+    drawn [rows] int64 -> tokens [rows], kept [rows], `kept_stride` apart. Unless it has no
+    positions, the block moves on: positions, cells and starts grow by counts, [rows] int64 each.
     """
     row = tl.program_id(0)
     token = tl.load(drawn + row)
     tl.store(tokens + row, token)
     if kept is not None:
         tl.store(kept + row * kept_stride, token)
-    if ADVANCES:
+    if positions is not None:
         count = tl.load(counts + row)
         tl.store(positions + row, tl.load(positions + row) + count)
         tl.store(cells + row, tl.load(cells + row) + count)

@@ -71,7 +71,6 @@ def inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
             uniforms=uniforms,
             tokens=tokens,
             vocabulary=vocabulary,
-            blocks=blocks,
             uniform_stride=uniforms.stride(0),
             SIZE=SIZE,
             BLOCKS=_power(blocks),
@@ -225,7 +224,6 @@ def feed(
             cells=cells,
             starts=starts,
             counts=counts,
-            ADVANCES=numbers is not None,
             num_warps=1,
         )
 

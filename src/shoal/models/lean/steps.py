@@ -60,7 +60,6 @@ class LeanSteps:
 
     Args:
         whole: the passes of the drafter.
-        plan: the plan of the first pass.
         pending: the tokens of the first pass, [rows, q] int64.
         most: the largest number of steps.
     """

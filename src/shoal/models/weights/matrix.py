@@ -63,7 +63,6 @@ def _place(size: int) -> tuple[mmap.mmap, int]:
 
 
 AS_IS, INPUT_MAJOR, PACKED = "as-is", "input-major", "packed"
-FORMS = (AS_IS, INPUT_MAJOR, PACKED)
 Key = tuple[tuple[int, int], torch.dtype]
 """The shape [out, in] and the dtype of weights."""
 
@@ -125,7 +124,7 @@ class Matrix:
     contiguous, in the dtype of the weights; nothing is recorded for autograd.
 
     Attributes:
-        form: one of `FORMS`.
+        form: `AS_IS`, `INPUT_MAJOR` or `PACKED`.
         shape: (out, in).
         dtype: dtype of the weights.
         bias: [out] or None.

@@ -40,7 +40,6 @@ def walk(
     for all purposes, as in chains: a row comes to each position once.
 
     Args:
-        siblings: the siblings of the tree.
         uniforms: by position, [rows, depth of the tree + 1, 3] (TOKEN, ACCEPT, REPLACE).
         choice: a function with the property that the accepted draw, or the token drawn in its
             place, has the distribution p.

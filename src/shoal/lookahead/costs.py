@@ -154,7 +154,7 @@ class CostCurve:
         return np.interp(np.arange(largest + 1), *self._corners())
 
     def _most(self, size: int) -> float:
-        """Returns the most seconds of a size that are believed, given the seconds of smaller sizes."""
+        """Returns the most seconds of a size that are believed, given those of smaller sizes."""
         below = (point[0] / other for other, point in self._points.items() if other < size)
         return self.MOST_TIMES * size * min(below, default=math.inf)
 

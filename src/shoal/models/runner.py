@@ -249,7 +249,7 @@ class Runner(ModelFacts):
         return plan
 
     def ordinary(self, plan: Plan, tokens: Tensor, want_logits: bool = True) -> Tensor:
-        """Computes a pass by an executor, outside of captured rounds; returns logits, see `feed`."""
+        """Computes a pass by an executor, not by a captured round; returns logits, see `feed`."""
         return self._ordinary(self._batch(plan, tokens, want_logits)).logits
 
     @property

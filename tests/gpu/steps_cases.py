@@ -193,13 +193,17 @@ def test_a_wrong_feed_is_caught(right: str, wrong: str, tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("kernel", "right", "wrong"),
     [
-        ("parts_of_softmax", "tl.max((held != held).to(tl.int32), 0)", "0"),
-        ("parts_of_softmax", "tl.exp(held / temperature - origin)", "tl.exp(held - origin * temperature)"),
-        ("parts_of_softmax", "tl.min(tl.where(held == top, token, known), 0)", "tl.max(tl.where(held == top, token, 0), 0)"),
+        ("parts_of_softmax", "tl.max((values != values).to(tl.int32), 0)", "0"),
+        ("parts_of_softmax", "tl.exp(values / temperature - origin)", "tl.exp(values - origin * temperature)"),
         (
             "parts_of_softmax",
-            'row * row_stride + token, mask=token < known, other=-float("inf"))\n    held = held',
-            'row * known + token, mask=token < known, other=-float("inf"))\n    held = held',
+            "tl.min(tl.where(values == top, token, known), 0)",
+            "tl.max(tl.where(values == top, token, 0), 0)",
+        ),
+        (
+            "parts_of_softmax",
+            'row * row_stride + token, mask=token < known, other=-float("inf"))\n    values = values',
+            'row * known + token, mask=token < known, other=-float("inf"))\n    values = values',
         ),
         ("softmax", "tl.exp(each / temperature - origin))", "1.0)"),
         (

@@ -172,7 +172,7 @@ class Together(KeyValueMemory):
     """The memory of a target and of its guides, which hold equally many tokens.
 
     Args:
-        target: the target's; its context is that of all.
+        target: the target's; all guides have its context.
         guides: those of the guide and of the expert.
     """
 

@@ -40,7 +40,7 @@ class Pair:
         max_batch: see `shoal.loader.load`.
         prefix_sharing: see `shoal.loader.load`.
         prefixes: the prefixes of earlier calls; None = none are kept.
-        drafting: makes drafters other than that of the draft model; None = there are none.
+        drafting: makes drafters other than the draft model's; None = there are none.
         proposable: the tokens that a draft model may propose.
         vocabularies: the vocabularies of a pair whose draft model has another tokenizer.
         choice: the choice of the method by which it drafts, by counts; None with the same

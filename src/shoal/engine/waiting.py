@@ -3,13 +3,13 @@
 Pure Python. The choice of the next row does not loop over the other rows, and the check of
 deadlines does not loop over rows with time left.
 
-While calls compete, each gets tokens by its weight, not by its rows. Each call has a
-counter of the tokens that its rows have committed, divided by its weight (the weighted virtual
-token counter of Sheng et al., OSDI 2024, arXiv 2401.00588); without weights all calls get the same
-number. The call with the least counter admits the next row. A call whose counter is more than
-`quantum` ahead of that of a waiting call gives it a slot: one of its rows pauses at the end of a
-round. This row waits like any other row, and comes back with its tokens. A new call begins with the
-least counter of the present calls, so that a call gains no advantage by earlier idleness.
+While calls compete, each gets tokens by its weight, not by its rows. Each call has a counter of the
+tokens that its rows have committed, divided by its weight (the weighted virtual token counter of
+Sheng et al., OSDI 2024, arXiv 2401.00588); without weights all calls get the same number. The call
+with the least counter admits the next row. If a call's counter is more than `quantum` ahead of a
+waiting call's counter, the call gives it a slot: one of its rows pauses at the end of a round. This
+row waits like any other row, and comes back with its tokens. A new call begins with the least
+counter of the present calls, so that a call gains no advantage by earlier idleness.
 """
 
 from __future__ import annotations

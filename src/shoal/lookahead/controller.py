@@ -3,10 +3,10 @@
 `by_name` finds the controller that a user names, and `as_controller` makes one of a `Lookahead`;
 the two protocols are in `shoal.lookahead`.
 
-One draft length for the whole batch is decided from counts alone: Bass is Algorithm 1 of BASS,
-Heuristic that of Transformers. Qian et al. 2024, arXiv 2404.15778. The paper's constants: l0 = 7,
-l_incre = 2, l_mod = 10, l_limit = 32. The *maximum* over rows triggers growth, so the length drifts
-up with the batch; that suits an idle GPU and not a CPU.
+One draft length for the whole batch is decided from counts alone: `Bass` is Algorithm 1 of BASS,
+`Heuristic` the algorithm of Transformers. Qian et al. 2024, arXiv 2404.15778. The paper's
+constants: l0 = 7, l_incre = 2, l_mod = 10, l_limit = 32. The *maximum* over rows triggers growth,
+so the length drifts up with the batch; that suits an idle GPU and not a CPU.
 
 `EvenAuto` serves a device that computes captured rounds, which goes on with the next round before
 the host has seen this one (`shoal.drafting.captured_inputs`). It cannot if the host ends drafts by

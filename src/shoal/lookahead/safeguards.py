@@ -4,9 +4,9 @@ Drafting may lose a small share of the time spent against plain decoding. Plans 
 than drafts bring: the pair has hardly been seen, its costs were measured while the machine was
 busy, or the gain is so small that noise decides. An account pays for the time by which a round with
 drafts exceeds plain rounds for the same tokens, the drafter's prompts included. The income is a
-share of all time; without credit no tokens are drafted. So the time of a run is at most `1 + SHARE`
-times that of plain decoding, up to the loss before the account is first read (`FIRST`) and the last
-round that it paid for.
+share of all time; without credit no tokens are drafted. So a run takes at most `1 + SHARE` times as
+long as plain decoding, up to the loss before the account is first read (`FIRST`) and the last round
+that it paid for.
 
 Plain rounds stand among rounds with drafts, so that the cost of a plain round stays known. Rounds
 with drafts teach their own costs, but not the cost of a plain round of the same number of rows. If

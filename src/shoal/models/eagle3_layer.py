@@ -140,7 +140,7 @@ class Eagle3Heads(nn.Module):
     def compute(self, tokens: Tensor, states: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Computes the layer's states, [rows, q, width], with the keys and values of a cache.
 
-        The arguments are those of `forward`.
+        See `forward` for the arguments.
         """
         function = AttentionInterface()[NAME]
 
@@ -320,7 +320,8 @@ def layer_config(values: dict[str, Any]) -> LlamaConfig:
 def flattened(values: dict[str, Any]) -> dict[str, Any]:
     """Returns a config.json with the entries of the layer beside the others.
 
-    The package speculators writes the layer's apart, without those of Llama's defaults.
+    The package speculators writes the layer's config apart, without the values that are Llama's
+    defaults.
     """
     layer = values.get("transformer_layer_config")
     if not isinstance(layer, dict):

@@ -347,7 +347,9 @@ def _numbers(words: Tensor, bits: int) -> Tensor:
 
 
 def _in_order(numbers: Tensor) -> Tensor:
-    """Returns numbers [rows, outputs], in the order of AWQ's words, in that of the outputs."""
+    """Returns numbers [rows, outputs], given in the order of AWQ's words, in the order of the
+    outputs.
+    """
     places = torch.tensor(AWQ_OUTPUTS).argsort()
     return numbers.unflatten(1, (-1, len(AWQ_OUTPUTS)))[:, :, places].flatten(1)
 

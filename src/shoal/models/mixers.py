@@ -195,7 +195,9 @@ def _obstacle(watch: _Watch) -> str | None:
 
 
 def _continues(name: str, call: _Found, made: Mixers) -> bool:
-    """Returns True if a mixer's state after several tokens in one call is that of single steps."""
+    """Returns True if a mixer has the same state after one call with several tokens as after single
+    steps.
+    """
     stores = [_stores_after(name, call, replace(made, stepwise=each)) for each in (False, True)]
     return all(
         float((whole - steps).norm())

@@ -213,7 +213,7 @@ def _weight_only(hf: Any, form: torch.dtype) -> Any:
 def with_layers(
     hf: Any, make: Callable[[Any], nn.Module], kinds: tuple[type, ...] = LINEARS
 ) -> Any:
-    """Makes a copy of the model with other linear layers in the place of those of some types."""
+    """Makes a copy of the model in which other layers replace the linear layers of some types."""
     ours = _copy(hf)
     ours.save_pretrained = cannot_save
     for parent in list(ours.modules()):

@@ -137,9 +137,9 @@ def directory_of(source: str | Path) -> Path | None:
 def name_of(source: str) -> str:
     """Returns the name by which people call a model, without any path.
 
-    The name of a directory is its last part as it is given, links included, and that of a
-    directory in the Hub's cache is the Hub id. The name of a GGUF file lacks its ending and the
-    number of its part. A Hub id stays as it is.
+    The name of a directory is its last part as it is given, links included. The name of a directory
+    in the Hub's cache is the Hub id. The name of a GGUF file lacks its ending and the number of its
+    part. A Hub id stays as it is.
     """
     if source.endswith(GGUF):
         name = Path(source.rpartition(":")[2]).name

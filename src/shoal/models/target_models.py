@@ -299,7 +299,7 @@ class AssistantModel(nn.Module):
         return SimpleNamespace(logits=self._logits(computed))
 
     def _logits(self, computed: Tensor) -> Tensor:
-        """Computes logits; those of tokens in no chosen cluster are one less than the row's least.
+        """Computes logits; tokens in no chosen cluster get the row's least logit minus one.
 
         Transformers takes the least of all rows, by which a row's q would depend on its neighbours.
         """

@@ -8,7 +8,7 @@ The node that was not used for the longest time is given up first. Nodes are kep
 their last use, a node after those below it. So the first node always is a leaf.
 
 The tokens are found in a radix tree, one per owner. Keys and values are copied out of a row and
-into another row. So each row's cells are its own, and its passes are those of any row.
+into another row. So each row has cells of its own, and its passes are ordinary passes.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ class KeptPrefixes:
 
 
 def _stores(cache: SlotCache) -> list[tuple[Pair, Pair]]:
-    """Returns a cache's keys and values by layer: those of the slots, and the shared ones."""
+    """Returns a cache's keys and values by layer: the pairs of the slots, and the shared pairs."""
     return [
         ((keys, values), (shared_keys, shared_values))
         for keys, values, shared_keys, shared_values in cache.stores()

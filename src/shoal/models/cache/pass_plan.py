@@ -183,7 +183,7 @@ class Plan(PassRows):
 
     Args:
         pack_from: leave out unused columns, if there are any and at least this share of all columns
-            is unused; None = leave none out. The other arguments are those of `PassRows`.
+            is unused; None = leave none out. `PassRows` has the other arguments.
 
     Attributes:
         into: set when the one row of the pass is a prompt on its way into the shared store; the
@@ -312,7 +312,7 @@ class Plan(PassRows):
     def cells(self, capacity: int) -> Tensor:
         """Returns the flat cells that the pass writes, [tokens of the pass] int64.
 
-        The cells are those of the slots (slot * capacity + position - offset), or of the shared
+        The cells are cells of the slots (slot * capacity + position - offset), or of the shared
         store if `into` is set (base + position).
         """
         first = [slot * capacity for slot in self.slots] if self.into is None else [self.into.base]

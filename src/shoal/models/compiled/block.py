@@ -239,8 +239,7 @@ class Block:
 Stores = list[LayerStores]
 """The keys and values of each layer.
 
-Those of the slots are [slots, capacity, kv heads, dim], those of shared prompts [cells, kv heads,
-dim].
+Slots have [slots, capacity, kv heads, dim], shared prompts [cells, kv heads, dim].
 """
 
 

@@ -204,7 +204,7 @@ class _Reader:
         return place.size // (inputs // block.inputs * block.size)
 
     def _matrix(self, stem: str, inputs: int) -> Groups | Tensor:
-        """Reads a matrix, in groups or in floats as that of the embeddings is."""
+        """Reads a matrix: in groups, or in floats as the matrix of the embeddings."""
         name = f"{stem}.weight"
         rows, kind = self._rows(name, inputs), self._header.tensors[name].kind
         if (kind in FLOATS) != (self._header.tensors["token_embd.weight"].kind in FLOATS):

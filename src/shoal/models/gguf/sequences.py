@@ -138,7 +138,7 @@ class Sequences(SlotCache):
         return RowState(data[:HEAD], caches, states, slot, self._size[0], self.lengths[slot])
 
     def restore(self, slot: int, state: RowState, length: int) -> None:
-        """Makes the first `length` tokens of a slot those of a state.
+        """Restores the first `length` tokens of a slot from a state.
 
         Raises:
             OutOfMemory: there is no room for them.

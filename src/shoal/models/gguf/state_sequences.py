@@ -166,7 +166,7 @@ class StateSequences(Sequences):
         self._held[target] = held
 
     def restore(self, slot: int, state: RowState, length: int) -> None:
-        """Makes the tokens of a slot those of a state."""
+        """Restores the tokens of a slot from a state."""
         super().restore(slot, state, length)
         self._bases[slot], self._rounds[slot] = None, RowPass()
 
@@ -234,7 +234,7 @@ class StateSequences(Sequences):
                 raise OutOfMemory(f"llama.cpp cannot take rows back: {complaint('no reason')}")
 
     def _read_base(self, slot: int, length: int) -> Base:
-        """Makes the tokens and states of a slot those of its base, and returns it."""
+        """Restores the tokens and states of a slot from its base, and returns the base."""
         base, lib = self._bases[slot], library()
         if base is None or not base.length <= length <= base.length + len(base.fed):
             raise ModelError(

@@ -6,7 +6,7 @@ Byte-level BPE ("gpt2" in the file) is put together here, of the file's tokens, 
 Transformers reads it for a few architectures only and takes GPT-2's pre-tokenizer for all of them.
 SentencePiece ("llama") is read by Transformers.
 
-The ids of a tokenizer are compared with those of llama.cpp over `HARD_TEXTS` before it is used.
+The ids of a tokenizer are compared with the ids of llama.cpp over `HARD_TEXTS` before it is used.
 Reading a file's vocabulary takes a second or more; the tokenizer is then kept in the cache folder.
 """
 

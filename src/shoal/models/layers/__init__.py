@@ -160,7 +160,7 @@ def shares_of(inputs: int, outputs: int) -> tuple[int, int]:
     """Returns the shares that the inputs of a matrix are divided into, by its shape alone.
 
     Returns:
-        Their number, and the inputs of each, a multiple of those of a step.
+        The number of shares, and the inputs of each share, a multiple of the inputs of a step.
     """
     room = min(MOST_PROGRAMS // -(-outputs // NARROW.outputs), inputs // SHARE, MOST_SHARES)
     shares = 1 << (max(1, room).bit_length() - 1)

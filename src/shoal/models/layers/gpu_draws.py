@@ -1,7 +1,7 @@
 """The distributions and draws of a round on a GPU, two launches each instead of seven and thirty.
 
-The draws are those of `shoal.sampling.drawing`: a token may differ only where sums in another order
-round across a uniform. `feed` passes the drawn tokens on in one launch.
+The draws equal the draws of `shoal.sampling.drawing`: a token may differ only where sums in another
+order round across a uniform. `feed` passes the drawn tokens on in one launch.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class PlanState:
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of a layer as they are written.
 
-        They are those of the slots, or of the shared store.
+        They are cells of the slots, or of the shared store.
         """
         return self._cache.written_stores(layer)
 

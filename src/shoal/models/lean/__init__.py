@@ -34,7 +34,7 @@ FIXED_ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
 """
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
-"""The activations of the gate, from their names in Transformers to those of `Matrix.linear`."""
+"""The activations of the gate: from their Transformers names to their `Matrix.linear` names."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def _alteration(hf: Any, linears: Sequence[type]) -> str | None:
 
 
 def _floating(hf: Any, linears: Sequence[type]) -> Iterator[Tensor]:
-    """Yields the parameters, except those of linear layers that are stored in another format."""
+    """Yields the parameters, except of linear layers that are stored in another format."""
     for module in hf.modules():
         if isinstance(module, nn.Linear) or type(module) not in linears:
             yield from (

@@ -1,6 +1,6 @@
 """The operations of a lean pass that lie between its products, by the kernels in C.
 
-The operations between its products are those of the kernels in C, where they take them.
+Kernels in C compute the operations between its products, if they take the inputs.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ from shoal.native.build import SUFFIXES, missing
 def matrix_of(layers: Sequence[nn.Linear]) -> Matrix:
     """Returns the matrix by which layers with the same input compute.
 
-    It is the matrix of the one layer, or that of all layers, one below the other. Several layers
-    get a common matrix, packed if the weight of the first is. From then on their weights and biases
-    are rows of the matrix, so nothing is stored twice, and a write into them is a write into the
-    matrix. `matches` tells whether the layers still have the matrix. The weights of several layers
-    must not be tied to others.
+    It is the matrix of the one layer, or the matrices of all layers, one below the other. Several
+    layers get a common matrix, packed if the weight of the first is. From then on their weights and
+    biases are rows of the matrix, so nothing is stored twice, and a write into them is a write into
+    the matrix. `matches` tells whether the layers still have the matrix. The weights of several
+    layers must not be tied to others.
 
     Raises:
         ValueError: some have a bias and some have none, or unlike inputs or dtypes.
@@ -365,7 +365,7 @@ class SavePretrained:
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the entries with ordinary tensors in place of packed weights.
 
-    Those of one matrix are parts of one tensor.
+    Parts of one matrix are parts of one tensor.
     """
     packed = {name: tensor for name, tensor in state.items() if isinstance(tensor, PackedWeight)}
     dense = {matrix: matrix.dense() for matrix in {tensor.matrix for tensor in packed.values()}}

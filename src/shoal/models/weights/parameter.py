@@ -373,7 +373,7 @@ def _sums_of(tensor: Tensor) -> Iterator[Tensor]:
     """Yields two sums of each `WORDS` words, each word times an odd number of its place.
 
     A single word that changes always changes the first sum. In that one the highest bits of an even
-    number of words cancel each other, so the second sum is that of the words' upper halves.
+    number of words cancel each other, so the second sum adds the words' upper halves.
     """
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()  # this process's shard of a parallel model

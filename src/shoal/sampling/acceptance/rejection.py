@@ -8,9 +8,10 @@ drafts without a q, greedy rows          one sample per node     `one_sample`
 Of a chain, draft x is accepted with probability min(1, p(x)/q(x)); after Leviathan et al. 2023,
 Theorem 1 and Algorithm 1, and Chen et al. 2023, Algorithm 2.
 
-Of a tree, a walk goes from the root down (`walk`). Recursive rejection sampling is that of RSD
-(Jeon et al. 2024, arXiv 2402.14160), for trees in which each sibling was drawn from the rest of q
-without its elders: RSD-C, RSD-S, DySpec. For an only child it is rejection sampling as of a chain.
+Of a tree, a walk goes from the root down (`walk`). Recursive rejection sampling is the method of
+RSD (Jeon et al. 2024, arXiv 2402.14160), for trees in which each sibling was drawn from the rest of
+q without its elders: RSD-C, RSD-S, DySpec. For an only child it is rejection sampling as of a
+chain.
 
 k-SEQ is the rule of SpecTr (Sun et al. 2023, arXiv 2310.15141), for trees made of k sequences drawn
 independently. The number of sequences that agree with the accepted tokens so far changes from

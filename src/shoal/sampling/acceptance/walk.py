@@ -1,7 +1,7 @@
 """The walk from the root of a draft tree down its accepted nodes.
 
-A function decides at each column which of the siblings is accepted (`Choice`); those of rejection
-sampling are in `shoal.sampling.acceptance.rejection`.
+A function decides at each column which of the siblings is accepted (`Choice`); the functions of
+rejection sampling are in `shoal.sampling.acceptance.rejection`.
 """
 
 from __future__ import annotations

@@ -601,7 +601,7 @@ def one_token_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def learn(self: PrefixCache, commits: Sequence[Commit]) -> None:
         for row in [done.row for done in commits]:
-            self._kept.keep(self._cache, "", row.tokens, row.slot)
+            self._store.keep(self._cache, "", row.tokens, row.slot)
 
     monkeypatch.setattr(PrefixCache, "learn", learn)
 

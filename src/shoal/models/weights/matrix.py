@@ -62,7 +62,7 @@ def _place(size: int) -> tuple[mmap.mmap, int]:
     return block, offset
 
 
-AS_IS, INPUT_MAJOR, PACKED = "as-is", "input-major", "packed"
+AS_IS, INPUT_MAJOR, PACKED = FORMS = "as-is", "input-major", "packed"
 Key = tuple[tuple[int, int], torch.dtype]
 """The shape [out, in] and the dtype of weights."""
 
@@ -124,7 +124,7 @@ class Matrix:
     contiguous, in the dtype of the weights; nothing is recorded for autograd.
 
     Attributes:
-        form: `AS_IS`, `INPUT_MAJOR` or `PACKED`.
+        form: one of `FORMS`.
         shape: (out, in).
         dtype: dtype of the weights.
         bias: [out] or None.

@@ -23,7 +23,7 @@ from shoal.evaluation.execution import ExecutionResult
 from shoal.evaluation.exports import page
 from shoal.evaluation.figure import columns, findings, legend, rows
 from shoal.evaluation.problems import Problem
-from shoal.evaluation.sampling import Sampler, SamplingConfig
+from shoal.evaluation.sampling import Sampler, SamplingConfig, spans
 from shoal.evaluation.summary import (
     CURVE,
     RESAMPLES,
@@ -36,6 +36,8 @@ from shoal.evaluation.summary import (
     summarize,
 )
 from shoal.evaluation.tasks import Document, Grade, Task, grade_entries, read_documents, summary_tasks
+from shoal.serve.responses import EMPTY
+from shoal.testing import END, tiny_tokenizer
 
 INF = math.inf
 METHODS = ("plain", "single", "batched")
@@ -336,6 +338,14 @@ def test_the_page_ranks_samples_and_dims_what_was_cut() -> None:
     assert ">0.50 0.50 0.50 –<" in page({**summary, "scores": ["other"]} | {
         "lines": [line | {f"other_{which}": estimate(0.5) for which in ("first", "all")} for line in summary["lines"]],
     }, other, dict.fromkeys(NAMES, "p"), None)  # fmt: skip
+
+
+def test_spans_of_a_text_are_those_of_its_drafts() -> None:
+    """A token of no text, as an end is, belongs to none."""
+    tokenizer = tiny_tokenizer()
+    tokens, drafters = tokenizer.encode("abcd"), ("ngram", "ngram", None, "ngram", None)
+    sample = replace(EMPTY, text="abcd", token_ids=(*tokens, END), drafters=drafters)
+    assert spans(tokenizer, tokenizer.encode("x"), sample) == [("ab", True), ("c", False), ("d", True)]
 
 
 # ── grades and files of others ──────────────────────────────────────────────────────────────────────────────────────

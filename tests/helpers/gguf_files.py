@@ -41,7 +41,7 @@ def tiny_gguf_model(seed: int = 0, layers: int = 2) -> Any:
 
 
 def write_gguf(
-    file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwen3", kind: str = "F32", **more: str | float
+    file: Path, hf: Any, pre: str = "gpt-2", architecture: str = "qwen3", kind: str = "F32", **more: str | int | float
 ) -> Path:
     """Writes a model with a byte-level vocabulary.
 
@@ -65,7 +65,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     write_vocabulary(writer, pre)
     for key, value in more.items():
-        add: Any = writer.add_string if isinstance(value, str) else writer.add_float32
+        add: Any = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
         add(key.replace("__", "."), value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, weight in hf.state_dict().items():

@@ -20,6 +20,7 @@ import shoal
 from gguf_files import END, TOKENS, require_llama, tiny_gguf_model, write_gguf
 from native_kernels import needs_compiler
 from shoal.models.gguf.contents import BLOCKS, groups_of
+from shoal.models.gguf.own import own_model
 from shoal.models.weights import panels
 from shoal.models.weights.groups import GroupLinear, GroupMatrix, Groups, group_matrix_of
 from shoal.models.weights.panels import PanelMatrix
@@ -335,3 +336,22 @@ def test_other_files_go_to_llama_cpp(written: dict[str, str], options: dict[str,
         assert reason in runner.absent["C decoder"]
         prompt = torch.tensor([PROMPTS[0]])
         assert isinstance(runner.plain_logits(prompt), Tensor)
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ({"qwen3__rope__dimension_count": 8}, "its heads are of several sizes"),
+        ({"qwen3__attention__value_length": 8}, "its heads are of several sizes"),
+        ({"qwen3__attention__sliding_window": 16}, "it has qwen3.attention.sliding_window"),
+        ({"qwen3__expert_count": 4}, "it has qwen3.expert_count"),
+    ],
+)
+def test_files_that_say_what_the_kernels_do_not_compute_are_left_to_llama_cpp(
+    written: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    require_llama()
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_gguf_model(), **written)
+    made, notes = own_model(file, "cpu", exact=False)
+    assert made is None
+    assert reason in notes["reason"]

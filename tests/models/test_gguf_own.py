@@ -6,6 +6,7 @@ Tests of: models.gguf.own, models.gguf.contents, models.weights.groups.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 import shoal
 from gguf_files import END, TOKENS, require_llama, tiny_gguf_model, write_gguf
 from native_kernels import needs_compiler
-from shoal.models.gguf.contents import BLOCKS, groups_of
+from shoal.errors import UnsupportedModel
+from shoal.models.gguf import own
+from shoal.models.gguf.contents import BLOCKS, FACTORS, groups_of, rotary_parameters
 from shoal.models.gguf.own import own_model
 from shoal.models.weights import panels
 from shoal.models.weights.groups import GroupLinear, GroupMatrix, Groups, group_matrix_of
@@ -355,3 +358,51 @@ def test_files_that_say_what_the_kernels_do_not_compute_are_left_to_llama_cpp(
     made, notes = own_model(file, "cpu", exact=False)
     assert made is None
     assert reason in notes["reason"]
+
+
+def test_a_tensor_that_the_kernels_do_not_know_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_llama()
+
+    class WithGate(own.Header):
+        def __init__(self, file: Path) -> None:
+            super().__init__(file)
+            self.tensors["blk.0.ffn_gate_inp.weight"] = self.tensors["blk.0.ffn_gate.weight"]
+
+    monkeypatch.setattr(own, "Header", WithGate)
+    made, notes = own_model(write_gguf(tmp_path / "tiny.gguf", tiny_gguf_model()), "cpu", exact=False)
+    assert made is None
+    assert "its tensor blk.0.ffn_gate_inp.weight is none" in notes["reason"]
+
+
+class Facts:
+    """A header of these facts on positions, None for lists, and of these tensors."""
+
+    def __init__(self, facts: dict[str, Any], tensors: Sequence[str]) -> None:
+        self.facts, self.tensors = {f"llama.rope.{key}": value for key, value in facts.items()}, tensors
+
+    def value(self, key: str) -> Any:
+        return self.facts.get(key)
+
+    def has(self, key: str) -> bool:
+        return key in self.facts
+
+
+@pytest.mark.parametrize(
+    ("facts", "tensors", "reason"),
+    [
+        ({"scaling.type": "yarn", "scaling.factor": 2.0}, [FACTORS], "it has rope_freqs.weight beside .*yarn"),
+        ({"scale_linear": 2.0}, [FACTORS], "it has rope_freqs.weight beside .*linear"),
+        ({"scaling.type": "longrope"}, [], "scaling.type 'longrope'"),
+        ({"freq_base": None}, [], "its llama.rope.freq_base is a list"),
+        ({"scaling.attn_factor": 0.5}, [], "attn_factor"),
+        ({"scaling.yarn_ext_factor": 0.5}, [], "yarn_ext_factor"),
+        ({"scaling.yarn_attn_factor": 0.5}, [], "yarn_attn_factor"),
+        ({"scaling.yarn_log_multiplier": 0.5}, [], "yarn_log_multiplier"),
+    ],
+)
+def test_positions_that_transformers_cannot_say_are_left_to_llama_cpp(
+    facts: dict[str, Any], tensors: list[str], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=reason):
+        rotary_parameters(Facts(facts, tensors), "llama", 256)  # type: ignore[arg-type]
+    assert rotary_parameters(Facts({}, [FACTORS]), "llama", 256) == {"rope_theta": 1e4, "rope_type": "default"}  # type: ignore[arg-type]

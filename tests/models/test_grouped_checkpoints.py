@@ -193,6 +193,7 @@ def written(place: Path, layout: Layout, **fields: Any) -> Path:
         (0, {"type": "float"}, "float of 8 bits"),
         (0, {"format": "marlin-24"}, "format is marlin-24"),
         (0, {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (0, {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config"),
         (0, {"quantization_status": "frozen"}, "quantization_status is frozen"),
         (0, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
         (6, {"bits": 3}, "3 bits"),

@@ -18,7 +18,7 @@ from drafts import passes_of
 from enumeration import chain_rule, chi_square
 from laws import ALPHA, PAIRS, P, Q, joint
 from shoal.config import Limits, Sampling
-from shoal.drafting import grafting
+from shoal.drafting import grafting, growth
 from shoal.drafting.grafting import grafted
 from shoal.drafting.model import ModelDrafter
 from shoal.drafting.ngram import TrigramDrafter
@@ -26,7 +26,7 @@ from shoal.drafting.protocol import Drafter, DraftInputs
 from shoal.drafting.shapes import shape_of
 from shoal.drafting.suffix import SuffixDrafter
 from shoal.drafting.sums import SumDrafter
-from shoal.drafting.text import NOTHING, Guess, TextDrafter
+from shoal.drafting.text import NOTHING, Guess, TextDrafter, with_point_masses
 from shoal.drafting.tree_model import TreeDrafter
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import by_name
@@ -299,6 +299,44 @@ def test_unions_have_the_joint_distribution(shape: str, rule: Rule, lookahead: i
     assert chi_square(counts, chain_rule(P, 3)) > ALPHA
     assert len(engine.stats.by_drafter) == 2 or lookahead == "auto"
     assert all(counts.accepted > 0 for counts in engine.stats.by_drafter.values())
+
+
+def test_chosen_tokens_are_point_masses_and_the_models_q_stays() -> None:
+    q = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.25] * 4], [[0.4, 0.3, 0.2, 0.1], [0.7, 0.1, 0.1, 0.1]]])
+    before = q.clone()
+    first, second, third = with_point_masses(list(q), [[], [3, 1, 2]])
+    assert torch.equal(first, torch.stack([q[0, 0], torch.eye(4)[3]]))
+    assert torch.equal(second, torch.stack([q[1, 0], torch.eye(4)[1]]))
+    assert torch.equal(third, torch.stack([torch.zeros(4), torch.eye(4)[2]]))
+    assert torch.equal(q, before)
+
+
+def test_a_node_has_the_q_of_its_own_row_and_column() -> None:
+    q = torch.arange(24.0).view(2, 3, 4)  # two columns of three rows
+    own = replace(DraftTree.of([[1, 2], [3], [0, 1]]), q=list(q))
+    siblings = grafted(own, [NOTHING] * 3, 0).siblings
+    assert siblings is not None
+    for row, draft in enumerate(own.drafts):
+        for column in range(len(draft)):
+            assert torch.equal(siblings.q[siblings.contexts[row][column]], q[column, row])
+
+
+def test_no_two_rounds_grow_trees_by_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws below a node may decide on its further children: their numbers must not come back."""
+    keys: list[tuple[int, ...]] = []
+    real = growth.tree_uniforms
+
+    def noted(*arguments: Any) -> Any:
+        keys.extend(zip(*arguments, strict=True))
+        return real(*arguments)
+
+    monkeypatch.setattr(growth, "tree_uniforms", noted)
+    made = TreeDrafter(table_model(Q), 4, shape_of("rsd-s", 2, 6))
+    engine = Engine(table_model(P), made, by_name(3), rule=Rejection())
+    engine.submit(Request((0, 0), 2, Sampling(seed=3), Limits(max_new_tokens=20)))
+    while engine.step():
+        pass
+    assert len(set(keys)) == len(keys) > 50
 
 
 def test_no_two_rounds_draw_chains_by_the_same_numbers() -> None:

@@ -128,6 +128,13 @@ def test_rows_that_share_a_prompt_have_the_bits_they_have_alone(case: str, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [9, 30])
+def test_rows_that_share_a_prompt_read_what_their_windows_show(window: int, dtype: torch.dtype) -> None:
+    """Some of them nothing of the prompt."""
+    assert excess(some_together(dtype, window=window)) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 3, 9, 40])
 @pytest.mark.parametrize("start", [0, 5, 16, 43])
 def test_a_node_of_a_tree_has_the_bits_of_a_chain(start: int, window: int | None, dtype: torch.dtype) -> None:

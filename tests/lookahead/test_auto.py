@@ -27,7 +27,7 @@ from shoal.lookahead.acceptance import Acceptance, DraftOutcome, Record
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
 from shoal.lookahead.costs import CostCurve, DraftCostCurve, RunCostCurve, rounded
 from shoal.lookahead.plan import Unfed, best_plan
-from shoal.lookahead.safeguards import FIRST, LONGEST, MOST, SHARE, Backoff, Credit, PlainRounds
+from shoal.lookahead.safeguards import FIRST, LONGEST, MOST, SHARE, Backoff, Credit, PlainRounds, Run
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Limits, Request, Row, Sampling
@@ -863,6 +863,78 @@ def test_credit_bounds_what_is_lost_whatever_drafts_cost() -> None:
         else:
             credit.plain(1.0)
     assert FIRST < lost <= FIRST + 2 + SHARE * (rounds + lost)
+
+
+def rounds_of(accepted: list[int], rounds: int = 1, **more: Any) -> Outcome:
+    """One round with drafts, or several plain ones."""
+    return Outcome([4 * (rounds == 1)] * len(accepted), accepted, 4 * (rounds == 1), 1.0, 0.1, rounds=rounds, **more)
+
+
+def run_of_three(**more: Any) -> Run:
+    """Rows of 18, 9 and 7 tokens: a round of all, ten plain ones of two, two rounds of one."""
+    run = Run([5, 6, 7])
+    run.add(rounds_of([2, 3, 6]))  # 3, 4 and 7 tokens
+    assert run.follows([5, 6])
+    run.add(rounds_of([0, 0], rounds=5))
+    assert run.follows([5])
+    run.add(rounds_of([4]))
+    run.add(rounds_of([4], **more))
+    return run
+
+
+def test_a_run_is_compared_with_plain_rounds_of_the_rows_that_would_be_left() -> None:
+    prices = {1: 1.0, 2: 1.5, 3: 1.75}
+    run = run_of_three()
+    assert run.whole
+    assert run.seconds_plain(prices.__getitem__) == 7 * 1.75 + 2 * 1.5 + 9 * 1.0
+    assert not run.follows([8])
+
+
+def credit_after(run: Run, seconds: float, credit: float = 3.0) -> float:
+    """The account of `credit` after a run by which it seemed to gain ten seconds."""
+    account = Credit()
+    account.run, account._before, account.seconds, run.seconds = run, credit, credit + 10, seconds
+    account.follow([100], lambda rows: 1.0)
+    assert (account.run.rows, account.run.whole, account._before) == ([100], True, account.seconds)
+    return account.seconds
+
+
+def test_a_run_that_loses_though_all_its_rounds_gain_is_taken_from_the_account() -> None:
+    """18 plain rounds of a second would do."""
+    assert credit_after(run_of_three(), 20.0) == pytest.approx(3 - 2 + SHARE * 20)
+    assert credit_after(run_of_three(), 14.0) == pytest.approx(3 + 4 + SHARE * 14)
+    assert credit_after(run_of_three(), 5.0) == 13  # the account is never more than its rounds say
+
+
+@pytest.mark.parametrize("kind", ["a row joins", "forced", "riding", "learning"])
+def test_runs_that_plain_decoding_has_no_like_of_are_not_compared(kind: str) -> None:
+    more: dict[str, Any] = {"forced": [1]} if kind == "forced" else {"riding": 5} if kind == "riding" else {}
+    run = run_of_three(**more)
+    if kind == "learning":
+        run.add(rounds_of([0], rounds=2), learning=True)  # plain rounds are paid
+        assert run.whole
+        run.add(rounds_of([4]), learning=True)
+    elif kind == "a row joins":
+        assert run.follows([5, 9])
+    assert not run.whole
+    assert credit_after(run, 20.0) == 13
+
+
+def test_the_controller_tells_the_account_of_its_rows() -> None:
+    controller, rows = auto(FLAT, 0.01, 0.9), [row() for _ in range(3)]
+    credit = controller.costs.credit
+    for left in (3, 2):
+        lengths = controller.lengths(rows[:left], 0)
+        controller.learn(Outcome(lengths, [1] * left, 16, 1.0, 0.2))
+    assert credit.run.rows == [one.serial for one in rows[:2]]
+    assert credit.run.seconds_plain(float) == 2 * 3.0 + 2 * 2.0  # a row of two tokens, and two of four
+    assert credit.run.whole
+    assert credit.run.seconds == pytest.approx(2.0, rel=0.2)
+    controller.repeat(rows[1:2])
+    assert credit.run.rows == [rows[1].serial]
+    controller.lengths([row()], 1)
+    assert credit.run.seconds == 0
+    assert not credit.run.whole  # rows wait, which will join
 
 
 def test_the_drafters_prompts_are_part_of_a_trials_price() -> None:

@@ -114,12 +114,12 @@ class Auto(Controller):
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """Returns the longest draft of each row; drafting may stop earlier."""
         serials = [row.serial for row in rows]
+        self.costs.follow(serials)
         if serials != self._rows or (waiting > 0) != self._waiting:
             self.unfed.change(rows)
+            self.costs.credit.run.whole &= not waiting
             if not self._goes_on(serials, waiting > 0):
                 self._learn_acceptance()
-                if set(serials).isdisjoint(self._rows):
-                    self.costs.credit.settle()
                 self._rows, self._waiting = serials, waiting > 0
                 self._plan = self._plain = None
                 self._record = Record(serials)
@@ -146,6 +146,7 @@ class Auto(Controller):
     def repeat(self, rows: Sequence[Row]) -> list[int]:
         """Returns the lengths of the last round for its rows that have not ended."""
         serials = [row.serial for row in rows]
+        self.costs.follow(serials)
         if serials != self._rows:
             places = {serial: place for place, serial in enumerate(self._rows)}
             self._longest = [self._longest[places[serial]] for serial in serials]
@@ -296,6 +297,7 @@ class Auto(Controller):
         costs, rows = self.costs, len(outcome.drafted)
         learning = costs.rounds < len(FIRST_ROUNDS)
         costs.rounds += 1 if learning else outcome.rounds
+        costs.credit.run.add(outcome, learning=learning)
         own = outcome.drafted if outcome.nodes is None else outcome.nodes
         forced = outcome.forced or [0] * rows
         passes = costs.verify if outcome.rounds == 1 else costs.runs
@@ -333,7 +335,7 @@ class Auto(Controller):
                 outcome.seconds_preparing, 2 * costs.preparing.seconds(self._unfed_tokens)
             )
             if self._plan is not None:
-                costs.credit.invested += preparing
+                costs.credit.invest(preparing)
             else:
                 total += preparing
         weights = None if self._plan is None else self._plan.weights

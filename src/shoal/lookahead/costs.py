@@ -296,6 +296,11 @@ class PairCosts:
         alone = self.verify.at(rows)
         return min(self.runs.seconds(rows), math.inf if alone is None else alone)
 
+    def follow(self, rows: list[int]) -> None:
+        """Notes the serial numbers of the rows of the next round, for the account."""
+        if rows != self.credit.run.rows:
+            self.credit.follow(rows, self.seconds_plain)
+
     def seconds_preparing(self, tokens: int) -> float:
         """Returns the drafter's seconds over a number of tokens.
 

@@ -8,6 +8,11 @@ share of all time; without credit no tokens are drafted. So a run takes at most 
 long as plain decoding, up to the loss before the account is first read (`FIRST`) and the last round
 that it paid for.
 
+A round with drafts is compared with plain rounds of as many rows. Drafts of unequal luck pull rows
+apart, so that a run ends with rounds of a few rows, which cost more a token; plain decoding of the
+same rows has none, and rounds may all seem to gain while the run loses. So a run whose rows began
+together is compared once more when it is over: with plain rounds of the rows that would be left.
+
 Plain rounds stand among rounds with drafts, so that the cost of a plain round stays known. Rounds
 with drafts teach their own costs, but not the cost of a plain round of the same number of rows. If
 the first plain round met other work on the machine, plain rounds would be believed to be slow, and
@@ -16,6 +21,14 @@ none would ever be made again.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from operator import add
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal.types.rounds import Outcome
+
 SHARE = 0.005
 """The share of the time of all rounds that drafting may lose in the long run."""
 FIRST = 4.0
@@ -23,11 +36,69 @@ FIRST = 4.0
 
 It is given once for a pair, not for each run.
 """
-MOST = 16.0
+MOST = 32.0
 """The most credit that can be saved up, in plain rounds.
 
 A pair that stops paying loses no more than this of its gain.
 """
+
+
+class Run:
+    """The rounds of rows that began together.
+
+    Args:
+        rows: the serial numbers of the rows.
+
+    Attributes:
+        whole: True if no other row took part so far, and no token but drafts and their followers
+            was committed.
+        seconds: the seconds of rounds with drafts, prompts of the drafter included, and those of
+            the plain rounds as they are estimated.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = list(rows)
+        self.whole, self.seconds = bool(rows), 0.0
+        self._rounds = 0
+        self._accepted = [0] * len(rows)
+        self._ended: list[int] = []  # the tokens of rows that are no longer there
+
+    def follows(self, rows: Sequence[int]) -> bool:
+        """Notes the rows of the next round; returns False if they are those of another run."""
+        accepted = dict(zip(self.rows, self._accepted, strict=True))
+        if accepted.keys().isdisjoint(rows):
+            return False
+        self.whole &= accepted.keys() >= set(rows)
+        left = accepted.keys() - set(rows)
+        self._ended += [self._rounds + accepted[row] for row in left]
+        self.rows, self._accepted = list(rows), [accepted.get(row, 0) for row in rows]
+        return True
+
+    def add(self, outcome: Outcome, *, learning: bool = False) -> None:
+        """Adds a round, or plain rounds, of all rows.
+
+        Args:
+            outcome: their outcome.
+            learning: True if drafts were made to learn their cost, which the account does not pay.
+        """
+        learning &= bool(outcome.steps)
+        self.whole &= outcome.forced is None and not (outcome.riding or learning)
+        self._rounds += outcome.rounds
+        if outcome.steps:
+            self._accepted = list(map(add, self._accepted, outcome.accepted))
+
+    def seconds_plain(self, seconds_plain: Callable[[int], float]) -> float:
+        """Returns the seconds in which plain decoding commits the tokens of each row.
+
+        Args:
+            seconds_plain: returns the seconds of a plain round of so many rows.
+        """
+        tokens = sorted(self._ended + [self._rounds + more for more in self._accepted])
+        return sum(
+            (after - before) * seconds_plain(len(tokens) - place)
+            for place, (before, after) in enumerate(pairwise([0, *tokens]))
+            if after > before
+        )
 
 
 class Credit:
@@ -37,12 +108,36 @@ class Credit:
         seconds: the seconds that drafting may lose; negative after a round that took more.
         invested: the seconds spent on prompts, which later rounds must bring back; taken from the
             account as soon as a round is plain, or the rows are others.
+        run: the rounds since all rows were new.
     """
 
     def __init__(self) -> None:
         self.seconds = self.invested = 0.0
-        self._most = 0.0
+        self.run = Run(())
+        self._most = self._before = 0.0  # `_before` is what the account held at the run's begin
+        self._longest = 0.0  # the seconds of the longest plain round of the run
         self._opened = False
+
+    def follow(self, rows: Sequence[int], seconds_plain: Callable[[int], float]) -> None:
+        """Notes the rows of the next round; a run that is over is compared with plain decoding.
+
+        Args:
+            rows: the serial numbers of the rows.
+            seconds_plain: see `Run.seconds_plain`.
+        """
+        run = self.run
+        if run.follows(rows):
+            return
+        self.settle()
+        if run.whole and run.seconds:
+            saved = run.seconds_plain(seconds_plain) - run.seconds
+            self.seconds = min(self.seconds, self._before + saved + SHARE * run.seconds)
+        self.run, self._before, self._longest = Run(rows), self.seconds, 0.0
+
+    def invest(self, seconds: float) -> None:
+        """Notes seconds spent on prompts."""
+        self.invested += seconds
+        self.run.seconds += seconds
 
     def settle(self) -> None:
         """Takes invested seconds from the account: no later round will bring them back."""
@@ -57,8 +152,10 @@ class Credit:
         """
         if not self._opened:
             self._opened, self.seconds = True, FIRST * plain_round
+            self._before = self.seconds
         if settle:
             self.settle()
+        self.run.seconds += plain_round * rounds
         self._add(SHARE * plain_round * rounds, plain_round)
 
     def drafted(self, plain_round: float, seconds: float, saved: float) -> None:
@@ -70,12 +167,14 @@ class Credit:
             saved: the seconds in which plain decoding commits the same tokens, less `seconds`;
                 negative if the round was slower.
         """
+        self.run.seconds += spent
         returned = min(max(saved, 0.0), self.invested)
         self.invested -= returned
         self._add(SHARE * seconds + saved - returned, plain_round)
 
     def _add(self, seconds: float, plain_round: float) -> None:
-        self._most = MOST * plain_round
+        self._longest = max(self._longest, plain_round)
+        self._most = MOST * self._longest
         self.seconds = min(self.seconds + seconds, self._most)
 
     @property

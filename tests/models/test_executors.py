@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import pytest
 import torch
 
 import shoal
-from fused_launches import counting
 from native_kernels import needs_compiler
 from shoal.api import Shoal
 from shoal.cli import check_model
@@ -42,6 +42,14 @@ TOKEN, BLOCK, TREE, PROMPT = "token", "block", "tree", "prompt"
 WIDE = 70
 """Tokens of a prompt that is wider than the C decoder takes."""
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton 3.6 is not installed (extra `triton`)")
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[Any]:
+    """Kernels that write nothing; their helper asks for Triton when it is imported."""
+    from fused_launches import counting
+
+    return counting(monkeypatch)
+
 
 C, C_LAYERS, MODULES = "C decoder", "C layers", "modules"
 TRITON, ROUNDS = "Triton layers", "captured rounds"

@@ -167,7 +167,7 @@ class Credit:
             saved: the seconds in which plain decoding commits the same tokens, less `seconds`;
                 negative if the round was slower.
         """
-        self.run.seconds += spent
+        self.run.seconds += seconds
         returned = min(max(saved, 0.0), self.invested)
         self.invested -= returned
         self._add(SHARE * seconds + saved - returned, plain_round)

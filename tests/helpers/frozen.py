@@ -20,6 +20,7 @@ import torch
 
 from shoal.api import Shoal
 from shoal.config import Grammar, Limits, Sampling
+from shoal.drafting import recycling
 from shoal.engine.engine import Engine
 from shoal.lookahead.controller import by_name
 from shoal.models import loading
@@ -90,7 +91,8 @@ def runners(architecture: str, attention: str = "auto", static: str | None = Non
 
 
 def decoded(architecture: str, options: Json, engine: Json | None = None) -> Json:
-    """Two samples of each prompt through `Shoal.generate`."""
+    """Two samples of each prompt through `Shoal.generate`, by a model without habits."""
+    recycling._habits.clear()
     asked, built = {"lookahead": 4, "max_new_tokens": NEW, **options}, dict(engine or {})
     wrapped = {name: built.pop(name) for name in ("attention", "static", "strict") if name in built}
     target, drafter = runners(architecture, **wrapped)

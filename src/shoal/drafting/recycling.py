@@ -272,7 +272,12 @@ class Habits:
     def extend(
         self, row: Row, head: Sequence[int], run: list[int], room: int, vocab_size: int
     ) -> None:
-        """Adds the usual tokens to a run behind a draft, each with the tokens forced behind it."""
+        """Adds the usual tokens to a run behind a draft, each with the tokens forced behind it.
+
+        Rows that are resampled get none: the rounds after which they are would depend on others.
+        """
+        if row.request.resampled:
+            return
         sure = 1.0
         while len(run) < room:
             path = [*head, *run]

@@ -27,7 +27,7 @@ from shoal.lookahead.acceptance import Acceptance, DraftOutcome, Record
 from shoal.lookahead.controller import Auto, Controller, Heuristic, PairCosts, by_name
 from shoal.lookahead.costs import CostCurve, DraftCostCurve, RunCostCurve, rounded
 from shoal.lookahead.plan import Unfed, best_plan
-from shoal.lookahead.safeguards import FIRST, LONGEST, MOST, SHARE, Backoff, Credit, PlainRounds, Run
+from shoal.lookahead.safeguards import FIRST, LONGEST, MOST, SHARE, Backoff, Credit, PlainRounds, WholeRun
 from shoal.testing.drafters import engine_of, runners_of
 from shoal.testing.scripted import table_model
 from shoal.types.requests import Limits, Request, Row, Sampling
@@ -870,9 +870,9 @@ def rounds_of(accepted: list[int], rounds: int = 1, **more: Any) -> Outcome:
     return Outcome([4 * (rounds == 1)] * len(accepted), accepted, 4 * (rounds == 1), 1.0, 0.1, rounds=rounds, **more)
 
 
-def run_of_three(**more: Any) -> Run:
+def run_of_three(**more: Any) -> WholeRun:
     """Rows of 18, 9 and 7 tokens: a round of all, ten plain ones of two, two rounds of one."""
-    run = Run([5, 6, 7])
+    run = WholeRun([5, 6, 7])
     run.add(rounds_of([2, 3, 6]))  # 3, 4 and 7 tokens
     assert run.follows([5, 6])
     run.add(rounds_of([0, 0], rounds=5))
@@ -890,7 +890,7 @@ def test_a_run_is_compared_with_plain_rounds_of_the_rows_that_would_be_left() ->
     assert not run.follows([8])
 
 
-def credit_after(run: Run, seconds: float, credit: float = 3.0) -> float:
+def credit_after(run: WholeRun, seconds: float, credit: float = 3.0) -> float:
     """The account of `credit` after a run by which it seemed to gain ten seconds."""
     account = Credit()
     account.run, account._before, account.seconds, run.seconds = run, credit, credit + 10, seconds

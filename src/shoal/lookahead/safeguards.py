@@ -43,7 +43,7 @@ A pair that stops paying loses no more than this of its gain.
 """
 
 
-class Run:
+class WholeRun:
     """The rounds of rows that began together.
 
     Args:
@@ -113,7 +113,7 @@ class Credit:
 
     def __init__(self) -> None:
         self.seconds = self.invested = 0.0
-        self.run = Run(())
+        self.run = WholeRun(())
         self._most = self._before = 0.0  # `_before` is what the account held at the run's begin
         self._longest = 0.0  # the seconds of the longest plain round of the run
         self._opened = False
@@ -123,7 +123,7 @@ class Credit:
 
         Args:
             rows: the serial numbers of the rows.
-            seconds_plain: see `Run.seconds_plain`.
+            seconds_plain: see `WholeRun.seconds_plain`.
         """
         run = self.run
         if run.follows(rows):
@@ -132,7 +132,7 @@ class Credit:
         if run.whole and run.seconds:
             saved = run.seconds_plain(seconds_plain) - run.seconds
             self.seconds = min(self.seconds, self._before + saved + SHARE * run.seconds)
-        self.run, self._before, self._longest = Run(rows), self.seconds, 0.0
+        self.run, self._before, self._longest = WholeRun(rows), self.seconds, 0.0
 
     def invest(self, seconds: float) -> None:
         """Notes seconds spent on prompts."""

@@ -137,7 +137,7 @@ def test_a_text_may_spell_the_names_of_special_tokens(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "tagged"])
 def test_a_probe_reads_what_the_engine_reads(kind: str) -> None:
     grammars = grammars_of(tokenizer(kind), len(tokenizer(kind)))
-    probe = Probe(grammars)
+    probe = Probe(grammars.description)
     try:
         for grammar in (REGEX, SCHEMA, Grammar("lark", 'start: "日<think>" /[a-z]+/')):
             probe.check(grammar, grammars.source(grammar))

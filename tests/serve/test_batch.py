@@ -10,6 +10,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from serving import CONTEXT, TIMEOUT_SECONDS, Gate, legible, pair, served
 from shoal import cli
 from shoal.api import Shoal
 from shoal.cli.console import StatusLine
+from shoal.config import Grammar
 from shoal.durable import mend
 from shoal.errors import InternalError, RequestError
 from shoal.sampling.acceptance import RULES
 from shoal.serve.app import ServeConfig
 from shoal.serve.batch_lines import read_lines
-from shoal.serve.handler import Offline
+from shoal.serve.compiled_grammars import FirstTrials
+from shoal.serve.handler import Offline, refusal
 from shoal.serve.output_file import SYNC_LINES, OutputFile
 from shoal.serve.settings import Settings
 
@@ -272,12 +275,69 @@ def test_nothing_is_loaded_for_lines_that_no_model_can_answer(tmp_path: Path, mo
     lines = [{"prompt": "x", "model": "other"}, {"prompt": "x", "temperature": "hot"}, {"url": "/v1/embeddings"}]
     lines += [{"prompt": "x", field: 1000} for field in ("n", "best_of")]
     lines += [{"prompt": "x", "stream": True}, chat("a", "hi", stream=True), {"prompt": "x", "guided_regex": "a" * 2**19}]
+    lines += [{"prompt": "x", "logprobs": 21}, {"prompt": "x", "guided_regex": "(a"}] if find_spec("llguidance") else []
     lines += [
         {"prompt": "x", "guided_regex": "a", "guided_choice": ["a"]},
         {"messages": [{"role": "user", "content": "x"}], "n": 257},
     ]
     assert cli.run(["batch", str(write(tmp_path / "in", lines)), str(tmp_path / "out")]) == 1
     assert len((tmp_path / "out").read_text().splitlines()) == len(lines)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NOTHING = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+WRONG: list[dict[str, Any]] = [
+    {"prompt": "x", "guided_json": {"type": "nothing"}}, {"prompt": "x", "guided_regex": "(a"}, {**HI, "response_format": NOTHING},
+    {"prompt": "x", "guided_json": {"const": 2**60 + 1}}, {"prompt": "x", "guided_grammar": "start: nothing"},
+    {"prompt": "x", "structured_outputs": {"regex": "[a"}}, {"prompt": "x", "guided_json": "{"},
+    {"prompt": "x", "logprobs": 21}, {"prompt": "x", "prompt_logprobs": 30}, {**HI, "logprobs": True, "top_logprobs": 100},
+    {**HI, "top_logprobs": 2}, {"prompt": "x", "logit_bias": {"the": 1}}, {"prompt": "x", "max_tokens": 0},
+    {**HI, "max_completion_tokens": 3, "max_tokens": 4}, {"prompt": "x", "stop": 3}, {"prompt": [], "n": 2},
+    {"prompt": "x", "stream_options": {"include_usage": True}}, {"prompt": "x", "n": 3, "best_of": 2},
+    {**HI, "tool_choice": "required"}, {**HI, "tools": [TOOL, TOOL]}, {**HI, "chat_template_kwargs": {"tokenize": True}},
+    {**HI, "tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, {"prompt": [1, 2], "suffix": "b"},
+    {**HI, "continue_final_message": True, "add_generation_prompt": True}, {"prompt": "x", "truncate_prompt_tokens": 0},
+    {"prompt": "x", "members": True}, {"prompt": "x", "echo": True, "suffix": "b"},
+]  # fmt: skip
+RIGHT: list[dict[str, Any]] = [
+    {"prompt": "x", "guided_json": {"type": "object"}}, {"prompt": "x", "guided_grammar": "start: <a> /b/"},
+    {**HI, "tools": [TOOL], "tool_choice": "required", "response_format": NOTHING}, {"prompt": "x", "max_tokens": 0, "echo": True},
+    {**HI, "max_tokens": -1},
+    {"prompt": [1, 10**6]}, {"prompt": "x", "logit_bias": {"1000000": 1}}, {"prompt": "x", "max_tokens": 10**6},
+    {"prompt": "x", "guided_regex": "(a{1,900}b{1,900}|c{1,900}){900}"},
+]  # fmt: skip
+
+
+def test_faults_are_told_before_a_model_is_loaded_in_the_words_behind_it(tmp_path: Path) -> None:
+    """What the model decides is not told: its vocabulary, names of its tokens, the form of its calls, a grammar's time."""
+    pytest.importorskip("llguidance")
+    asked = list(read_lines(write(tmp_path / "in", [{"id": i, **one} for i, one in enumerate([*WRONG, *RIGHT])])))
+    config, trials, behind = recipe(pair(max_batch=4), chat_template=TEMPLATE, seeds=False), FirstTrials(), {}
+    try:
+        before = [refusal(line, config.settings, trials) for line in asked]
+    finally:
+        trials.close()
+    config.offline().answer(asked[: len(WRONG)], lambda entry: behind.update({entry.pop("id"): entry}))
+    for i, one in enumerate(WRONG):
+        del behind[i]["shoal"]
+        assert before[i] == {**behind[i], "id": i}, one
+        assert "error" in behind[i]
+    assert before[len(WRONG) :] == [None] * len(RIGHT)
+
+
+def test_a_grammar_of_many_lines_is_tried_once_and_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr("shoal.serve.compiled_grammars.MOST_TRIED", 2)
+    tried = list[str]()
+    trials = FirstTrials()
+    monkeypatch.setattr(trials._probe, "outcome", lambda source: tried.append(source) or {"outcome": "refused", "why": "no"})
+    for _ in range(3):
+        for text in "ab":
+            with pytest.raises(RequestError, match="cannot be used: no"):
+                trials.require(Grammar("regex", text))
+    trials.require(Grammar("regex", "c"))
+    assert len(tried) == 2
 
 
 def test_what_is_answered_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,15 +165,15 @@ def test_a_process_that_takes_too_much_is_ended(work: str, outcome: str, why: st
 def test_a_reading_that_nobody_waits_for_is_ended(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process ends its work with the last client, and reads the next grammar."""
     outcomes: list[str] = []
-    real, asked = Probe._request, threading.Semaphore(0)
+    real, asked = Probe.outcome, threading.Semaphore(0)
 
-    def noting(probe: Probe, request: dict[str, object]) -> dict[str, str] | None:
+    def noting(probe: Probe, written: str, number: int) -> dict[str, str] | None:
         asked.release()
-        found = real(probe, request)
+        found = real(probe, written, number)
         outcomes.append((found or {"outcome": "none"})["outcome"])
         return found
 
-    monkeypatch.setattr(Probe, "_request", noting)
+    monkeypatch.setattr(Probe, "outcome", noting)
     monkeypatch.setattr("shoal.serve.compiled_grammars.CPU_SECONDS", 500)
     hard = Grammar("json_schema", json.dumps(ENDLESS))
 
@@ -211,13 +211,13 @@ def test_who_leaves_meets_no_other_trial(fresh: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shoal.serve.compiled_grammars.CPU_SECONDS", 500)
     known, outcomes = grammars_of(fresh, VOCABULARY), []
     hard, easy = (known.source(each) for each in (Grammar("json_schema", json.dumps(ENDLESS)), Grammar("regex", "a")))
-    one = Probe(known)
+    one = Probe(known.description)
     one._running()
     try:
         for written, number, left in ((hard, 1, [1]), (easy, 2, [1, 12]), (hard, 3, [2, 3]), (easy, 4, [])):
             for each in left:
                 one.leave(each)
-            found = one._request({"grammar": written, "seconds": 500, "size": 2**27, "stack": 2**24, "number": number})
+            found = one.outcome(written, number)
             outcomes.append(found and found["outcome"])
     finally:
         one.close()
@@ -231,7 +231,7 @@ def test_what_is_wrong_is_said_in_the_same_words(kind: str, fresh: Any) -> None:
     known = grammars_of(fresh, VOCABULARY)
     with pytest.raises(RequestError) as here:
         known.constraint(wrong)
-    one = Probe(known)
+    one = Probe(known.description)
     try:
         with pytest.raises(RequestError) as there:
             one.check(wrong, source_of(wrong))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -253,9 +254,10 @@ def _answer(
     answer: Answer,
 ) -> None:
     """Answers the lines that have no answer yet."""
+    from shoal.serve.compiled_grammars import FirstTrials
     from shoal.serve.handler import refusal
 
-    with displayed(progress) as changed:
+    with displayed(progress) as changed, closing(FirstTrials()) as trials:
 
         def done(entry: Json) -> None:
             if output.write(entry):
@@ -263,7 +265,7 @@ def _answer(
                 changed()
 
         for line in lines:  # before weights are read, which may take minutes
-            if line.id not in output.ids and (entry := refusal(line, allowed)) is not None:
+            if line.id not in output.ids and (entry := refusal(line, allowed, trials)):
                 done(entry)
         waiting = [line for line in lines if line.id not in output.ids]
         if waiting:

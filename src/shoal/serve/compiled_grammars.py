@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ from io import FileIO
 from pathlib import Path
 
 from shoal.config import Grammar
-from shoal.constraints.compiler import Grammars, grammars_of
+from shoal.constraints.compiler import LARK, Grammars, grammars_of
 from shoal.constraints.grammar import GrammarConstraint
-from shoal.constraints.grammar_sources import STACK, unusable
+from shoal.constraints.grammar_sources import STACK, source_of, unusable
 from shoal.errors import RequestError
 from shoal.serve.api_errors import ApiError, naming
 from shoal.types.requests import Request
@@ -186,7 +186,7 @@ class GrammarReader:
         """Returns the probe of this thread."""
         probe: Probe | None = getattr(self._probes, "own", None)
         if probe is None:
-            probe = self._probes.own = Probe(grammars)
+            probe = self._probes.own = Probe(grammars.description)
             self._open.append(probe)
         return probe
 
@@ -199,10 +199,13 @@ class Probe:
     """A process of `shoal.serve.grammar_probe`.
 
     It is started at the first use, and again after it has ended.
+
+    Args:
+        alphabet: see `shoal.constraints.compiler.Alphabet.description`.
     """
 
-    def __init__(self, grammars: Grammars) -> None:
-        self._grammars = grammars
+    def __init__(self, alphabet: Mapping[str, object]) -> None:
+        self._alphabet = alphabet
         self._process: subprocess.Popen[str] | None = None
         self._leaves: FileIO | None = None
 
@@ -217,15 +220,7 @@ class Probe:
             RequestError: the grammar is invalid, or exceeds a limit.
             ApiError: 503, the process has ended.
         """
-        result = self._request(
-            {
-                "grammar": written,
-                "seconds": CPU_SECONDS,
-                "size": MEMORY_BYTES,
-                "stack": STACK,
-                "number": number,
-            }
-        )
+        result = self.outcome(written, number)
         if result is None:
             raise ApiError(
                 503, "the process that reads grammars has ended; try again", code="grammar_failed"
@@ -234,7 +229,15 @@ class Probe:
         if why is not None:
             raise unusable(grammar, why)
 
-    def _request(self, request: dict[str, object]) -> dict[str, str] | None:
+    def outcome(self, written: str, number: int = 0) -> dict[str, str] | None:
+        """Returns the result of a trial (see `grammar_probe`); None = the process has ended."""
+        request = {
+            "grammar": written,
+            "seconds": CPU_SECONDS,
+            "size": MEMORY_BYTES,
+            "stack": STACK,
+            "number": number,
+        }
         try:
             process = self._running()
             assert process.stdin is not None
@@ -270,8 +273,7 @@ class Probe:
             os.close(theirs)
             assert self._process.stdin is not None
             self._process.stdin.write(
-                json.dumps({"path": sys.path, "limits": LIMITS, **self._grammars.description})
-                + "\n"
+                json.dumps({"path": sys.path, "limits": LIMITS, **self._alphabet}) + "\n"
             )
         return self._process
 
@@ -290,3 +292,38 @@ class Probe:
                 with suppress(OSError):
                     assert pipe is not None
                     pipe.close()
+
+
+BYTES = {"tokens": [*map(chr, range(256)), "<end>"], "special": [256], "end": 256}
+"""The alphabet of all bytes, which writes each text that a tokenizer does."""
+MOST_TRIED = 256
+"""The most grammars that are tried before a model is loaded; each takes some hundredths of a
+second, a hard one `CPU_SECONDS`."""
+
+
+class FirstTrials:
+    """Trials of grammars before a model is loaded, over an alphabet of bytes.
+
+    A grammar that no alphabet makes usable is refused. A grammar that names tokens is not tried,
+    and one that takes too much is left to the trial over the model's own alphabet.
+    """
+
+    def __init__(self) -> None:
+        self._probe = Probe(BYTES)
+        self._reasons: dict[bytes, str] = {}
+
+    def require(self, grammar: Grammar) -> None:
+        """Raises RequestError: the grammar is invalid, or llguidance is not installed."""
+        source, key = source_of(grammar), _digest(grammar)
+        if any(match["name"] for match in LARK.finditer(grammar.text)) or not hasattr(os, "fork"):
+            return
+        if key not in self._reasons and len(self._reasons) < MOST_TRIED:
+            result = self._probe.outcome(source)
+            refused = result is not None and result["outcome"] == "refused"
+            self._reasons[key] = result["why"] if result and refused else ""
+        if why := self._reasons.get(key):
+            raise unusable(grammar, why)
+
+    def close(self) -> None:
+        """Kills the process."""
+        self._probe.close()

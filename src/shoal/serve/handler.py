@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,21 +20,30 @@ from shoal.engine.engine import Engine
 from shoal.errors import InternalError
 from shoal.models.pretrained import own_sampling
 from shoal.serve import access
-from shoal.serve.api_errors import RESPONSES, ApiError, Json
+from shoal.serve.api_errors import RESPONSES, ApiError, Json, naming
 from shoal.serve.api_formats import FORMATS
 from shoal.serve.batch_lines import BatchLine
+from shoal.serve.compiled_grammars import FirstTrials
 from shoal.serve.infill import InfillResponse, parsed_infill
 from shoal.serve.item_format import ItemFormat
 from shoal.serve.item_models import ResponsesRequest
-from shoal.serve.item_response import ItemResponse, parsed_items
+from shoal.serve.item_response import ItemResponse, parsed_items, renamed
 from shoal.serve.message_models import InfillRequest
 from shoal.serve.prometheus_metrics import Metrics
 from shoal.serve.prompts import PromptEncoder
-from shoal.serve.request_builder import ParsedRequest, RequestBuilder, require_range
-from shoal.serve.request_models import BaseRequest
-from shoal.serve.request_parser import RequestParser
+from shoal.serve.request_builder import (
+    ParsedRequest,
+    RequestBuilder,
+    require_logprobs,
+    require_members,
+    require_range,
+    require_truncation,
+)
+from shoal.serve.request_fields import LIMITLESS
+from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest
+from shoal.serve.request_parser import RequestParser, alternatives, require_consistent
 from shoal.serve.responses import ApiResponse
-from shoal.serve.settings import Settings, given_grammar, require_size
+from shoal.serve.settings import Settings, given_grammar, limits_of, sampling_of
 from shoal.serve.worker import Worker
 
 
@@ -162,19 +172,39 @@ class ApiHandler:
         return replace(parsed, requests=[replace(request, **whose) for request in parsed.requests])
 
 
-def refusal(line: BatchLine, settings: Settings) -> Json | None:
+def refusal(line: BatchLine, settings: Settings, trials: FirstTrials) -> Json | None:
     """Returns the answer to a line that is wrong whatever the model is; None for the others."""
     try:
-        request = validated(*line.request(), settings)
-        for name in ("n", "best_of"):
-            require_range(name, getattr(request, name, None) or 1, 1, settings.max_n)
-        if request.stream:
-            raise ApiError(400, "an answer in a file cannot be streamed", param="stream")
-        if isinstance(request, BaseRequest) and (given := given_grammar(request)):
-            require_size(given[1].text, settings.max_grammar, given[0])
+        path, fields = line.request()
+        request = validated(path, fields, settings)
+        with renamed() if path == RESPONSES else nullcontext():
+            _require_right(request.chat() if path == RESPONSES else request, settings, trials)
     except Exception as error:
         return line.failure(error)
     return None
+
+
+def _require_right(request: BaseRequest, settings: Settings, trials: FirstTrials) -> None:
+    """Raises ApiError or RequestError for a request that is wrong whatever the model is."""
+    require_consistent(request)
+    for name in ("n", "best_of"):
+        require_range(name, getattr(request, name, None) or 1, 1, settings.max_n)
+    least = 0 if getattr(request, "echo", None) else 1
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (wanted := getattr(request, name, None)) not in (None, *LIMITLESS):
+            require_range(name, min(wanted, settings.max_tokens), least, settings.max_tokens)
+    if request.stream:
+        raise ApiError(400, "an answer in a file cannot be streamed", param="stream")
+    require_truncation(request)
+    require_logprobs(request, alternatives(request), settings)
+    if isinstance(request, CompletionRequest):
+        require_members(request, settings)
+    sampling = sampling_of(request, sys.maxsize, settings, {})
+    limits_of(request, 1, (), sys.maxsize, settings.timeout)
+    calls = isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none"
+    if sampling.grammar is not None and not calls:  # of calls it is a part, or left out
+        with naming((given_grammar(request) or ("grammar",))[0]):
+            trials.require(sampling.grammar)
 
 
 class Offline:

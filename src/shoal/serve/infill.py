@@ -11,7 +11,7 @@ from shoal.constraints.protocol import Cutting
 from shoal.serve.access import validated
 from shoal.serve.api_errors import Json, api_error_of, naming
 from shoal.serve.message_models import InfillRequest
-from shoal.serve.request_builder import ParsedRequest, RequestBuilder
+from shoal.serve.request_builder import ParsedRequest, RequestBuilder, require_members
 from shoal.serve.request_models import CompletionRequest
 from shoal.serve.responses import event, failure
 from shoal.serve.token_details import finite, name_and_bytes
@@ -308,7 +308,7 @@ def parsed_infill(builder: RequestBuilder, request: InfillRequest) -> tuple[Pars
         ApiError: the request cannot be served.
         RequestError: the request cannot be served.
     """
-    builder.require_members(request)
+    require_members(request, builder.settings)
     request = _as_read(request)
     wanted = (
         request.n_predict

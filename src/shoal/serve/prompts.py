@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -216,10 +216,7 @@ class PromptEncoder:
             RequestError: there is no template.
             ApiError: the template raised an error.
         """
-        if variables.keys() & TAKEN:
-            name = next(iter(variables.keys() & TAKEN))
-            message = f"chat_template_kwargs cannot have {name!r}, which the request says itself"
-            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
+        require_free(variables)
         template = self.template(tools=bool(variables.get("tools")))
         if template is None:
             raise RequestError(
@@ -256,6 +253,13 @@ class PromptEncoder:
     def spelled(self, value: Any) -> Any:
         """Returns a JSON value whose texts spell no special tokens."""
         return as_plain_within(self._tokenizer, value)
+
+
+def require_free(variables: Mapping[str, Any]) -> None:
+    """Raises ApiError if a chat template's variables have one that the request says itself."""
+    if taken := TAKEN.intersection(variables):
+        message = f"chat_template_kwargs cannot have {min(taken)!r}, which the request says itself"
+        raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
 
 
 def _without_developers(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -129,7 +129,7 @@ class RequestBuilder:
             RequestError: a value is not allowed.
         """
         require_range("max_tokens", max_tokens, 1 if echo is None else 0, self.settings.max_tokens)
-        self._require_logprobs(request, top_logprobs)
+        require_logprobs(request, top_logprobs, self.settings)
         seconds = min(request.time_budget or self.settings.timeout, self.settings.timeout)
         requests = [
             self._engine_request(
@@ -145,8 +145,6 @@ class RequestBuilder:
             if max_tokens
         ]
         options = request.stream_options
-        if options is not None and not request.stream:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         ignored = [*request.ignored, *_passed_over(given_grammar(request))]
         return ParsedRequest(
             prompts,
@@ -167,17 +165,6 @@ class RequestBuilder:
             named_by_id=bool(request.return_tokens_as_token_ids),
             grammar_field=(given_grammar(request) or ("grammar",))[0],
         )
-
-    def _require_logprobs(self, request: BaseRequest, top_logprobs: int | None) -> None:
-        """Raises ApiError if numbers of log-probabilities are out of range, or not to stream."""
-        most = self.settings.max_logprobs
-        name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
-        require_range(name, top_logprobs or 0, 0, most)
-        require_range("prompt_logprobs", request.prompt_logprobs or 0, 0, most)
-        if request.prompt_logprobs is not None and request.stream:
-            raise ApiError(
-                400, "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs"
-            )
 
     def _engine_request(
         self,
@@ -230,11 +217,7 @@ class RequestBuilder:
         most = request.truncate_prompt_tokens
         if most is None:
             return prompts
-        if most == 0 or (isinstance(request, CompletionRequest) and request.suffix is not None):
-            message = (
-                "truncate_prompt_tokens must be at least 1, or -1, and does not go with suffix"
-            )
-            raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+        require_truncation(request)
         if most == -1:
             most = max(self.context - min(new, self.settings.max_tokens), 1)
         return [ids[-most:] for ids in prompts]
@@ -282,11 +265,34 @@ class RequestBuilder:
             )
             raise ApiError(400, message, param=param, code="invalid_value")
 
-    def require_members(self, request: CompletionRequest | InfillRequest) -> None:
-        if request.members and not self.settings.members:
-            raise ApiError(
-                400, "members after a dot are off: start the server with --members", param="members"
-            )
+
+def require_logprobs(request: BaseRequest, top_logprobs: int | None, settings: Settings) -> None:
+    """Raises ApiError if numbers of log-probabilities are out of range, or not to stream."""
+    name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+    require_range(name, top_logprobs or 0, 0, settings.max_logprobs)
+    require_range("prompt_logprobs", request.prompt_logprobs or 0, 0, settings.max_logprobs)
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError(
+            400, "prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs"
+        )
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+
+
+def require_truncation(request: BaseRequest) -> None:
+    """Raises ApiError if a request wants no token of its prompt read, or has a suffix beside it."""
+    most, suffixed = request.truncate_prompt_tokens, getattr(request, "suffix", None) is not None
+    if most == 0 or (most is not None and suffixed):
+        message = "truncate_prompt_tokens must be at least 1, or -1, and does not go with suffix"
+        raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+
+
+def require_members(request: CompletionRequest | InfillRequest, settings: Settings) -> None:
+    """Raises ApiError if a request wants members of objects, and the server has none."""
+    if request.members and not settings.members:
+        raise ApiError(
+            400, "members after a dot are off: start the server with --members", param="members"
+        )
 
 
 def _passed_over(given: tuple[str, Grammar] | None) -> list[str]:

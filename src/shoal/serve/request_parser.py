@@ -10,14 +10,26 @@ from typing import Any
 from shoal.config import GUIDES_PROMPTS, Grammar
 from shoal.serve.api_errors import ApiError
 from shoal.serve.message_models import Message
-from shoal.serve.prompts import Prompt
+from shoal.serve.prompts import Prompt, require_free
 from shoal.serve.reasoning import ReasoningRules, begun_thought
 from shoal.serve.reasoning import rules_of as reasoning_of
-from shoal.serve.request_builder import ParsedRequest, RequestBuilder, require_range
+from shoal.serve.request_builder import (
+    ParsedRequest,
+    RequestBuilder,
+    require_members,
+    require_range,
+)
 from shoal.serve.request_fields import LIMITLESS
 from shoal.serve.request_models import BaseRequest, ChatRequest, CompletionRequest, SampledRequest
 from shoal.serve.tool_calls import CallRules
-from shoal.serve.tools import call_rules, grammar_with_calls, shown_tools, told, told_by_user
+from shoal.serve.tools import (
+    call_rules,
+    grammar_with_calls,
+    require_choice,
+    shown_tools,
+    told,
+    told_by_user,
+)
 from shoal.types.arguments import line_end, with_line_feeds
 from shoal.types.requests import Request
 
@@ -43,6 +55,7 @@ class RequestParser:
                 f"exact {request.exact!r} replaces samples while they run: leave out stream",
                 param="exact",
             )
+        require_consistent(request)
         if isinstance(request, ChatRequest):
             parsed = self._chat(request)
             requests = [self._encoder.dressed(one, request) for one in parsed.requests]
@@ -63,7 +76,6 @@ class RequestParser:
     def _completion(self, request: CompletionRequest) -> tuple[ParsedRequest, Sequence[Prompt]]:
         n = request.n or 1
         drawn = n if request.best_of is None else request.best_of
-        _require_compatible(request, n, drawn)
         given = _as_list(request.prompt)
         self._builder.require_capacity(drawn, len(given), "n" if drawn == n else "best_of")
         encoded = [self._encoder.encode(prompt, request.suffix) for prompt in given]
@@ -92,22 +104,16 @@ class RequestParser:
             max_tokens,
             drawn=drawn,
             returned=n,
-            top_logprobs=request.logprobs,
+            top_logprobs=alternatives(request),
             echo=echo,
             headers=headers,
         )
-        self._builder.require_members(request)
+        require_members(request, self._settings)
         return _led(parsed, request, lambda _, given: self._encoder.encode(given, None)), given
 
     def _chat(self, request: ChatRequest) -> ParsedRequest:
-        if request.top_logprobs and not request.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        given = {request.max_tokens, request.max_completion_tokens} - {None, *LIMITLESS}
-        if len(given) > 1:
-            raise ApiError(
-                400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens"
-            )
-        n, top_logprobs = request.n or 1, (request.top_logprobs or 0) if request.logprobs else None
+        given = _limits(request)
+        n, top_logprobs = request.n or 1, alternatives(request)
         self._builder.require_capacity(n, 1)
         if self._settings.turn_ends and not request.ignore_eos:
             own = [request.stop] if isinstance(request.stop, str) else request.stop or ()
@@ -276,7 +282,24 @@ def _under(request: Request, grammar: Grammar | None, **more: Any) -> Request:
     return replace(request, sampling=replace(request.sampling, grammar=grammar, **more))
 
 
-def _require_compatible(request: CompletionRequest, n: int, drawn: int) -> None:
+def require_consistent(request: BaseRequest) -> None:
+    """Raises ApiError if fields of a completion or a chat contradict each other."""
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if len(_limits(request)) > 1:
+            raise ApiError(
+                400, "max_tokens and max_completion_tokens differ", param="max_completion_tokens"
+            )
+        require_free(request.chat_template_kwargs or {})
+        require_choice(request)
+        _turn(request)
+        return
+    assert isinstance(request, CompletionRequest)
+    if request.suffix and not all(isinstance(one, str) for one in _as_list(request.prompt)):
+        raise ApiError(400, "suffix needs a prompt that is a text", param="suffix")
+    n = request.n or 1
+    drawn = n if request.best_of is None else request.best_of
     if drawn < n:
         raise ApiError(400, f"best_of must be at least n = {n}, got {drawn}", param="best_of")
     if drawn > n and request.stream:
@@ -287,6 +310,19 @@ def _require_compatible(request: CompletionRequest, n: int, drawn: int) -> None:
         )
     if request.echo and request.suffix is not None:
         raise ApiError(400, "echo does not go with suffix", param="echo")
+
+
+def alternatives(request: BaseRequest) -> int | None:
+    """Returns the alternatives per token that a request wants; None = no log-probabilities."""
+    if isinstance(request, ChatRequest):
+        return (request.top_logprobs or 0) if request.logprobs else None
+    assert isinstance(request, CompletionRequest)
+    return request.logprobs
+
+
+def _limits(request: ChatRequest) -> set[int | None]:
+    """Returns the limits of new tokens that a chat names."""
+    return {request.max_tokens, request.max_completion_tokens} - {None, *LIMITLESS}
 
 
 def _as_read(request: CompletionRequest) -> tuple[CompletionRequest, Sequence[str]]:

@@ -27,9 +27,29 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
     """Returns the rules for calls in the request's samples; None if the samples have no calls.
 
     Raises:
-        ApiError: the choice names no tool that there is, or the chat template writes no calls and
-            none is forced.
+        ApiError: see `require_choice`; or the chat template writes no calls and none is forced.
     """
+    require_choice(request)
+    if not request.tools or request.tool_choice == "none":
+        return None
+    forced, call_format, chosen = request.forced, format_of(template), request.callable_names
+    if call_format is None and not forced:
+        message = (
+            "this model's chat template writes no calls of tools in a form that is read here; one "
+            "that does is --chat-template hermes"
+        )
+        raise ApiError(400, message, param="tools", code="invalid_value")
+    several = request.parallel_tool_calls is not False
+    functions = [tool.function for tool in request.tools or ()]
+    schemas = {one.name: one.parameters for one in functions if one.name in chosen}
+    rules = CallRules(call_format or HERMES, frozenset(chosen), forced, several, schemas=schemas)
+    if call_format is None or (forced and call_format.form and _own(request, rules, None) is None):
+        return replace(rules, format=HERMES, told=True)
+    return rules
+
+
+def require_choice(request: ChatRequest) -> None:
+    """Raises ApiError if a chat's choice of tools names none that there is, or not one alone."""
     names = [tool.function.name for tool in request.tools or ()]
     choice, chosen = request.tool_choice, request.callable_names
     if choice == "required" and not names:
@@ -46,24 +66,13 @@ def call_rules(request: ChatRequest, template: str | None) -> CallRules | None:
             f"not among tools: {', '.join(names) or 'there are none'}"
         )
         raise ApiError(400, message, param="tool_choice", code="invalid_value")
-    if not names or choice == "none":
-        return None
-    if len(set(names)) < len(names):
+    if names and choice != "none" and len(set(names)) < len(names):
         raise ApiError(400, "two tools have the same name", param="tools", code="invalid_value")
-    forced, call_format = request.forced, format_of(template)
-    if call_format is None and not forced:
-        message = (
-            "this model's chat template writes no calls of tools in a form that is read here; one "
-            "that does is --chat-template hermes"
+    field = (given_grammar(request) or ("",))[0]
+    if request.forced and field not in ("", "response_format"):  # which says nothing of a call
+        raise ApiError(
+            400, "a forced call of a tool does not go with another grammar", param="tool_choice"
         )
-        raise ApiError(400, message, param="tools", code="invalid_value")
-    several = request.parallel_tool_calls is not False
-    functions = [tool.function for tool in request.tools or ()]
-    schemas = {one.name: one.parameters for one in functions if one.name in chosen}
-    rules = CallRules(call_format or HERMES, frozenset(chosen), forced, several, schemas=schemas)
-    if call_format is None or (forced and call_format.form and _own(request, rules, None) is None):
-        return replace(rules, format=HERMES, told=True)
-    return rules
 
 
 def shown_tools(request: ChatRequest) -> list[dict[str, Any]]:
@@ -146,16 +155,12 @@ def grammar_with_calls(
         special: the numbers of special tokens by name.
 
     Raises:
-        ApiError: the grammar is too long, or a forced call's request has another grammar.
+        ApiError: the grammar is too long, or cannot hold the calls.
     """
-    field, given = given_grammar(request) or ("", None)
-    if rules.forced and field == "response_format":
+    _, given = given_grammar(request) or ("", None)
+    if rules.forced:
         given = None  # it says nothing of a call, and there is no text
-    if rules.forced and given is not None:
-        raise ApiError(
-            400, "a forced call of a tool does not go with another grammar", param="tool_choice"
-        )
-    if not rules.forced and given is None:
+    elif given is None:
         return None
     if rules.format.form:
         calls = _own(request, rules, special)

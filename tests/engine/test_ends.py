@@ -20,7 +20,7 @@ from endings import DRAFTERS, PROMPT, TOKENIZER, assert_consistent, encode, only
 from shoal.api import Shoal
 from shoal.config import Limits, Sampling
 from shoal.engine.detokenizer import Detokenizer
-from shoal.engine.stop_strings import Passages, Stops
+from shoal.engine.stop_strings import Passages, RowStops, Stops
 from shoal.lookahead.controller import Fixed
 from shoal.models.runner import Runner
 from shoal.testing import END
@@ -470,20 +470,28 @@ def test_a_short_row_beside_a_long_one_is_not_asked_beyond_its_end(k: int) -> No
 # ── parts in which stop strings end nothing ─────────────────────────────────────────────────────────────────────────
 
 
-def within(unstopped: Sequence[tuple[str, str]], text: str, start: int, end: int) -> bool:
-    """By the words of `Request.unstopped`: a part begins before the place, and does not end before its end.
+def within(unstopped: Sequence[tuple[str, str]], text: str, start: int, end: int) -> bool | None:
+    """By the words of `Request.unstopped`: a part begins before the place, and the place does not hold its closing.
 
-    Blanks behind a part that begins the text belong to it.
+    Blanks behind a part that begins the text belong to it. Places within an opening that is a text are in it, once it is there.
     """
+    undecided = False
+    for opening, _ in unstopped:
+        mark, first = re.sub(r"^\\A|\\s\*", "", opening), opening.startswith(r"\A")
+        for begin in range(len(text)) if mark.startswith("<") else ():
+            at_mark = begin <= start < begin + len(mark) and (not first or not text[:begin].strip())
+            if at_mark and text[begin:].startswith(mark) and (begin < start or end < begin + len(mark)):
+                return True
+            undecided |= at_mark and text[begin:] in (mark[:length] for length in range(1, len(mark)))
     for opening, closing in unstopped:
         for begin in re.finditer(opening, text[:start]):
             close = text.find(closing, begin.end()) if closing else -1
-            if not -1 < close < end:
-                return True
             behind = close + len(closing)
+            if close < 0 or (start < behind and not start <= close <= behind <= end):
+                return True
             if opening.startswith(r"\A") and behind <= start and text[behind:end].isspace():
                 return True
-    return False
+    return None if undecided else False
 
 
 PARTS = [
@@ -517,6 +525,48 @@ def test_a_stop_string_right_before_the_end_of_a_part_ends_nothing(text: str) ->
     assert text[start + 4 :].startswith("b>")
     assert Passages(Stops(unstopped=tuple(parts))).cover(text, len(text), start, start + 4)
     assert within(parts, text, start, start + 4)
+
+
+@pytest.mark.parametrize(
+    ("said", "stops", "text"),
+    [
+        ("<th>n</th>  an n", ["n"], "<th>n</th>  a"),  # within the part and its marks nothing ends, whichever stop string
+        ("<th>n</th>  an n", ["h"], "<th>n</th>  an n"),
+        ("<th>n</th>  an n", ["/"], "<th>n</th>  an n"),
+        ("<th>n</th>  an n", [">"], "<th>n</th>  an n"),
+        ("<th>n</th>  an n", ["<th>"], ""),  # a mark as a whole is meant
+        ("<th>n</th>  an n", ["</th>"], "<th>n"),
+        ("<th>n</th>  an n", [">  a"], "<th>n</th>  an n"),
+        ("<ta>h", ["h"], "<ta>"),  # what might have become a mark, and did not
+        ("<ta>h", ["t"], "<"),
+        ("<t", ["t"], "<"),
+        ("a <call>b</call> <c", ["c"], "a <call>b</call> <"),
+        ("a <call>b</call> <calm", ["al", "c"], "a <call>b</call> <"),
+        ("a <call>b</call> <call>", ["al", "c"], "a <call>b</call> <call>"),
+        ("final: finally", ["in"], "final: f"),
+        ("final: <th>", ["th"], "final: <"),
+    ],
+)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_stop_string_within_a_mark_cuts_it_not(said: str, stops: list[str], text: str, kind: str) -> None:
+    parts: Any = ((r"\A\s*<th>", "</th>"), (r"\A\s*final:", None), ("<call>", "</call>"))
+    target, drafter = pair([*encode(said), END], kind)
+    engine = engine_of(target, drafter, Fixed(4), tokenizer=TOKENIZER)
+    limits = Limits(stop=stops, eos=(END,), max_new_tokens=40)
+    engine.submit(Request(tuple(encode(PROMPT)), 1, Sampling(temperature=0), limits, unstopped=parts))
+    shown, last = "", None
+    while commits := engine.step():
+        shown, last = shown + commits[-1].text, commits[-1].sample
+    assert last is not None
+    assert (last.text, shown, last.finish_reason) == (text, text, "eos" if text == said else "stop")
+    assert last.token_ids[: len(text)] == tuple(encode(text))
+    assert len(last.token_ids) == len(text) + (text == said)
+
+
+def test_stop_strings_of_one_token_are_looked_for_each_by_itself() -> None:
+    """The place of the first is behind a part, and that of the second within it."""
+    passages = RowStops(Stops(["y", "x"], unstopped=((r"\A", "</th>"),))).passages
+    assert [passages[stop].cover("x</th>y", 7, at, at + 1) for stop, at in (("y", 6), ("x", 0))] == [False, True]
 
 
 def test_a_copy_of_a_text_opens_parts_of_its_own() -> None:

@@ -17,7 +17,7 @@ from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.constraints.compiler import Grammars
-from shoal.serve.reasoning import MARKS, THINK, ReasoningReader, ReasoningRules, _up_to, rules_of
+from shoal.serve.reasoning import MARKS, THINK, Marks, ReasoningReader, ReasoningRules, _up_to, rules_of
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import scripted
 from tool_calls import BODY, TIME, WEATHER, speaks
@@ -200,6 +200,30 @@ def test_stop_strings_are_for_the_answer(says: Served) -> None:
                 chat_template=OPENED) as server:  # fmt: skip
         message = asked(server, stop=["b"])["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("so a b", "c a ")
+
+
+@pytest.mark.parametrize("marks", MARKS, ids=lambda marks: marks.opening)
+@pytest.mark.parametrize("stop", ["n", "<", "|", ">", "final", "k", "a"])
+def test_stop_strings_cut_no_mark(marks: Marks, stop: str) -> None:
+    """Each letter of a mark may be a stop string; streams and whole answers are the same."""
+    template, answer = f"{{# {marks.opening} {marks.closing} #}}{BODY}", "Yes, an < | k>"
+    whole = [f"{marks.opening}Hm.{marks.closing}{answer}", *([f"{marks.answer}{answer}"] if marks.answer else [])]
+    for text in whole[marks == HARMONY :]:  # whose <|end|> is this tokenizer's own
+        with served(pair(speaks(text), TOKENIZER), chat_template=template) as server:
+            message = asked(server, stop=[stop])["choices"][0]["message"]
+            assert message["content"] == answer.partition(stop)[0]
+            assert message.get("reasoning_content") == ("Hm." if text.startswith(marks.opening) else None)
+            with server.client.chat.completions.stream(model="tiny", messages=ASKED, stop=[stop]) as stream:
+                assert stream.get_final_completion().choices[0].message.content == message["content"]
+
+
+@pytest.mark.parametrize("stop", ["tool", "_", "<", ">", "ll>"])
+def test_stop_strings_cut_no_mark_of_a_call(stop: str) -> None:
+    for said, content in ((f"So:{CALL}", "So:"), ("So: <tool_c", "So: <tool_c".partition(stop)[0])):
+        with served(pair(speaks(said), TOKENIZER), chat_template=HYBRID) as server:
+            message = asked(server, tools=[TIME], stop=[stop])["choices"][0]["message"]
+            assert message["content"] == content
+            assert bool(message.get("tool_calls")) == (said != "So: <tool_c")
 
 
 @pytest.mark.parametrize("stop", ["\n", "\n\n", " "])

@@ -156,6 +156,8 @@ def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
             )
         except RequestError as error:  # of a check or criterion that a user wrote
             row.finish_reason, row.error = "error", error
+        if row.finish_reason in ("eos", "length") and row.needs_text and row.detokenizer.settle():
+            row.finish_reason = "stop"
         if row.finish_reason:
             return count
     return len(block)

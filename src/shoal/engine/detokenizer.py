@@ -253,22 +253,48 @@ class Detokenizer:
         for stop, is_marked in self._stops:
             spelled = self._marked if is_marked else None
             own, start = (self.text, before) if spelled is None else (spelled.text, marked)
-            within, unstopped = own + held_back, self._rules.passages[is_marked]
+            within, unstopped = own + held_back, self._rules.passages[stop]
             # No special token writes text that the user has already, so `visible_from` counts
             # alike in both texts.
-            at = within.find(stop, max(self.visible_from, start - len(stop) + 1))
-            while at >= 0 and unstopped.cover(within, len(own), at, at + len(stop)):
+            first = max(self.visible_from, start - len(stop) + 1)
+            at = within.find(stop, self._rules.waiting.pop(stop, first))
+            covered: bool | None = True
+            while at >= 0 and (covered := unstopped.cover(within, len(own), at, at + len(stop))):
                 at = within.find(stop, at + 1)
-            if at >= 0:
+            if at >= 0 and covered is None:
+                self._rules.waiting[stop] = at
+            elif at >= 0:
                 ends = at, at + len(stop)
                 cut, end = ends if spelled is None else map(spelled.position_without_names, ends)
                 stops_in_text.append((cut, end, stop in self._rules.stops.shown))
         if stops_in_text:
-            cut, end, is_shown = min(stops_in_text, key=lambda one: one[0])
-            text = self.text + held_back
-            self.text, self.ends[-1] = text[: end if is_shown else cut], len(text)
-            self.token_count = len(self.ends) if is_shown else self.covering(cut)
-            self.stopped = True
+            self._cut(min(stops_in_text, key=lambda one: one[0]), held_back)
+
+    def _cut(self, place: tuple[int, int, bool], held_back: str) -> None:
+        """Cuts the text at a stop string: at its begin and end, and whether it is shown."""
+        cut, end, is_shown = place
+        text = self.text + held_back
+        self.text, self.ends[-1] = text[: end if is_shown else cut], len(text)
+        self.token_count = self.covering(end if is_shown else cut)
+        self.stopped = True
+
+    def settle(self) -> bool:
+        """Cuts a text that is over at the first stop string that waits, and tells whether one does.
+
+        It was in what might have become the opening of a part without stop strings.
+        """
+        if self.stopped or not self._rules.waiting:
+            return self.stopped
+        stop, at = min(self._rules.waiting.items(), key=lambda one: one[1])
+        ends = self._unmarked(stop, at), self._unmarked(stop, at + len(stop))
+        self._cut((*ends, stop in self._rules.stops.shown), "")
+        return True
+
+    def _unmarked(self, stop: str, position: int) -> int:
+        """Returns a place of the text in which a stop string is looked for as one of the text."""
+        if self._marked is None or (stop, True) not in self._stops:
+            return position
+        return self._marked.position_without_names(position)
 
     def covering(self, characters: int) -> int:
         """Returns how many of the pushed tokens write the first `characters` of the text."""
@@ -293,6 +319,9 @@ class Detokenizer:
         silent_stops = [one for one in self._stops if one[0] not in self._rules.stops.shown]
         if not final and silent_stops:
             safe = min(self._safe(stop, is_marked) for stop, is_marked in silent_stops)
+        if not final:
+            waiting = self._rules.waiting.items()
+            safe = min([safe, *(self._unmarked(stop, at) for stop, at in waiting)])
         text = self.text[self.shown : safe]
         self.shown = max(self.shown, safe)
         return text

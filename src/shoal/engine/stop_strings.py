@@ -21,7 +21,7 @@ class Stops:
 
     texts: Sequence[str] = ()
     least: int = 0
-    unstopped: tuple[tuple[str, str], ...] = ()
+    unstopped: tuple[tuple[str, str | None], ...] = ()
     shown: frozenset[str] = frozenset()
 
 
@@ -31,13 +31,19 @@ NO_STOPS = Stops()
 class Passage:
     """The parts between two marks of a text that grows; each character is looked at once.
 
+    A mark belongs to its part, unless the place holds it as a whole.
+
     Args:
         opening: a regular expression of the text before a part.
-        closing: the text behind it; empty if the part goes on to the end. Blanks behind the closing
-            of a part that begins the text belong to it: they are no part of the answer.
+        closing: the text behind it; empty if the part goes on to the end, None if it ends with its
+            opening. Blanks behind a part that begins the text belong to it: they are no part of
+            the answer.
     """
 
-    def __init__(self, opening: str, closing: str) -> None:
+    def __init__(self, opening: str, closing: str | None) -> None:
+        text = opening.removeprefix(r"\A").removeprefix(r"\s*")
+        literal = re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
+        self._mark = literal if re.escape(literal) == text else ""
         self._opening, self._closing = re.compile(opening), closing
         self._first_only, self._longest = opening.startswith(r"\A"), len(opening)
         self._inside, self._over, self._at = False, False, 0
@@ -51,16 +57,42 @@ class Passage:
             sure: the number of its characters that stay as they are.
             start: the place, never before an earlier one.
         """
+        closing = self._closing
+        if closing is None:
+            match = self._opening.match(text, 0, start)
+            return match is not None and text[match.end() : end].isspace()
         while self._inside or self._begins_before(text, sure, start):
-            close = text.find(self._closing, self._at) if self._closing else -1
+            close = text.find(closing, self._at) if closing else -1
             if close < 0:
-                self._at = max(self._at, sure - len(self._closing) + 1)
-            if close < 0 or close >= end:
+                self._at = max(self._at, sure - len(closing) + 1)
+            if close < 0 or _cuts(start, end, close, close + len(closing)):
                 return True
             self._inside, self._over, self._at = False, self._first_only, close
-            self._behind = close + len(self._closing)
+            self._behind = close + len(closing)
         answer = self._behind if self._first_only else None
         return answer is not None and answer <= start and text[answer:end].isspace()
+
+    def begins_at(self, text: str, start: int, end: int) -> bool | None:
+        """Returns True if a place lies within the opening of a part.
+
+        None if the text goes on to the end of the text with what may become such an opening.
+
+        Args:
+            text: the text, as far as it stays as it is.
+            start: the place.
+            end: the end of the place.
+        """
+        size = len(self._mark)
+        if self._first_only:
+            begin = len(text) - len(text.lstrip())
+            begins = range(begin, begin + 1)
+        else:
+            begins = range(max(0, start - size + 1), start + 1)
+        for begin in begins:
+            begun = text[begin : begin + size]
+            if begun and begin <= start < begin + size and self._mark.startswith(begun):
+                return None if len(begun) < size else _cuts(start, end, begin, begin + size)
+        return False
 
     def _begins_before(self, text: str, sure: int, start: int) -> bool:
         """Returns True if a part begins before a place."""
@@ -77,6 +109,11 @@ class Passage:
         return True
 
 
+def _cuts(start: int, end: int, mark: int, behind: int) -> bool:
+    """Returns True if a text cut at a place, or before it, would hold a part of a mark."""
+    return start < behind and not (start <= mark and behind <= end)
+
+
 class Passages:
     """The parts of one text in which stop strings have no effect; see `Stops`."""
 
@@ -89,9 +126,15 @@ class Passages:
         other._parts = [copy.copy(part) for part in self._parts]
         return other
 
-    def cover(self, text: str, sure: int, start: int, end: int) -> bool:
-        """Returns True if a place is within one of the parts; see `Passage.covers`."""
-        return any(part.covers(text, sure, start, end) for part in self._parts)
+    def cover(self, text: str, sure: int, start: int, end: int) -> bool | None:
+        """Returns True if a place is within one of the parts; see `Passage.covers`.
+
+        None if that is known once the text goes on.
+        """
+        if any(part.covers(text, sure, start, end) for part in self._parts):
+            return True
+        begun = [part.begins_at(text[:sure], start, end) for part in self._parts]
+        return True if True in begun else None if None in begun else False
 
 
 class RowStops:
@@ -102,15 +145,18 @@ class RowStops:
 
     Attributes:
         stops: the stop strings.
-        passages: those parts of the text, and of the text that spells special tokens out (True).
+        passages: those parts, as each stop string is looked for in them.
+        waiting: the places of stop strings that may lie within the opening of a part.
     """
 
     def __init__(self, stops: Stops) -> None:
         self.stops = stops
-        self.passages = {marked: Passages(stops) for marked in (False, True)}
+        self.passages = {stop: Passages(stops) for stop in stops.texts}
+        self.waiting: dict[str, int] = {}
 
     def copy(self) -> RowStops:
         """Returns a copy for a row that goes on by itself."""
         other = copy.copy(self)
-        other.passages = {marked: one.copy() for marked, one in self.passages.items()}
+        other.passages = {stop: one.copy() for stop, one in self.passages.items()}
+        other.waiting = dict(self.waiting)
         return other

@@ -75,10 +75,14 @@ class ReasoningRules:
     marks: Marks = THINK
 
     @property
-    def unstopped(self) -> tuple[str, str]:
-        """The reasoning, as `Request.unstopped` has it."""
-        opening = re.escape(self.marks.opening)
-        return r"\A" if self.opened else rf"\A\s*{opening}", self.marks.closing
+    def unstopped(self) -> tuple[tuple[str, str | None], ...]:
+        """The reasoning, and the mark of an answer without it, as `Request.unstopped` has them."""
+        if self.opened:
+            return ((r"\A", self.marks.closing),)
+        opening, closing, answer = self.marks
+        direct: str | None = None
+        marks = ((opening, closing), *(((answer, direct),) if answer else ()))
+        return tuple((rf"\A\s*{re.escape(mark)}", behind) for mark, behind in marks)
 
     def allowed_before(
         self, grammar: Grammar, opening: str = "", *, special: bool = False

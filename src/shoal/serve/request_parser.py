@@ -170,7 +170,7 @@ class RequestParser:
             else ""
         )
         unstopped = (
-            *((reasoning.unstopped,) if reasoning else ()),
+            *(reasoning.unstopped if reasoning else ()),
             *(rules.unstopped if rules else ()),
         )
         ended = {"min_new_tokens": 0} if request.forced else {}

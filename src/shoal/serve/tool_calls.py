@@ -159,7 +159,7 @@ class CallRules:
         return tuple(f"{start}{name}{end}" for name in self.names) if start else ()
 
     @property
-    def unstopped(self) -> tuple[tuple[str, str], ...]:
+    def unstopped(self) -> tuple[tuple[str, str | None], ...]:
         """The calls of a text, as `Request.unstopped` has them."""
         own = self.format
         if self.forced:

@@ -59,8 +59,10 @@ class Request:
         shows_end: the token that ends a row is shown as well, if it is one of `shown_tokens`.
         shown_stops: the stop strings that the text shows where they end it.
         unstopped: parts of the text in which stop strings end nothing: regular expressions of their
-            beginnings, and the texts behind them; "" = the rest of the text. Behind a part that
-            begins the text (`\\A`) blanks end nothing either.
+            openings, and the texts behind them; "" = the rest of the text, None = the opening
+            alone. Behind a part that begins the text (`\\A`) blanks end nothing either. Nor does a
+            stop string within a closing, or within an opening that is an escaped text (behind
+            `\\A`, `\\s*`), unless it holds the mark as a whole.
         shows_cut: the text begins with a character that the prompt cuts, completed or not.
         ends: tokens that end the text beside those of its limits, and are not shown.
     """
@@ -87,7 +89,7 @@ class Request:
     shown_tokens: frozenset[int] = frozenset()
     shows_end: bool = False
     shown_stops: frozenset[str] = frozenset()
-    unstopped: tuple[tuple[str, str], ...] = ()
+    unstopped: tuple[tuple[str, str | None], ...] = ()
     shows_cut: bool = False
     ends: frozenset[int] = frozenset()
     submitted_at: float = field(default_factory=time.perf_counter)

@@ -71,6 +71,16 @@ BODIES = {
     "    with Pool(2) as pool: return pool.map(helper, a)\n\ndef helper(x):\n    return 2 * x\n",
     "spawned processes": "    import multiprocessing\n"
     "    with multiprocessing.get_context('spawn').Pool(1) as pool: return pool.map(abs, [2 * x for x in a])\n",
+    "its own function in spawned processes": "    import multiprocessing\n"
+    "    with multiprocessing.get_context('spawn').Pool(1) as pool: return pool.map(helper, a)\n\n"
+    "def helper(x):\n    return 2 * x\n",
+    "its own class and queue by a fork server": "    import multiprocessing\n"
+    "    context = multiprocessing.get_context('forkserver')\n    lines = context.Queue()\n"
+    "    one = context.Process(target=work, args=(lines, [Number(x) for x in a]))\n"
+    "    one.start(); said = lines.get(); one.join()\n    return said\n\n"
+    "class Number:\n    def __init__(self, x): self.x = x\n\n"
+    "def work(lines, numbers):\n    lines.put([2 * one.x for one in numbers])\n\n"
+    "if __name__ == '__main__':\n    raise SystemExit\n",
     "threads": "    from multiprocessing.pool import ThreadPool\n"
     "    with ThreadPool(2) as pool: return pool.map(lambda x: 2 * x, a)\n",
 }

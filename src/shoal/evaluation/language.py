@@ -229,17 +229,30 @@ base::rm(list = base::intersect(base::ls(), base::c("identical", "quit", "q", "s
 """
 """R's functions that tests compare and end with."""
 
+_ITS_TESTS = '\n__name__ = "__main__"\n'
+"""The line behind a completion in Python: it is a module of another name, so that its
+`if __name__ == "__main__":` does not run; tests have that name."""
+_MAIN = f"""\
+if __name__ == '__main__':
+    import runpy
+    runpy.run_path('solution.py', run_name='solution')
+    print({{!r}} + {{!r}})
+else:  # in a process that the completion spawns, which imports it without its tests
+    import sys, types
+    sys.modules['solution'] = solution = types.ModuleType('solution')
+    with open('solution.py', encoding='utf-8') as file:
+        source = file.read().partition({_ITS_TESTS!r})[0]
+    exec(compile(source, 'solution.py', 'exec'), solution.__dict__)
+"""
+
 INTERPRETED = {
     "python": Language(
         title="Python",
         file="solution.py",
         run=("python3", "main.py"),
         install="Python 3 (package python3)",
-        # A completion is a module of another name, so that its `if __name__ == "__main__":` does
-        # not run; tests have that name.
-        separator='\n__name__ = "__main__"\n',
-        epilogue="import runpy\nif __name__ == '__main__':\n    runpy.run_path('solution.py', "
-        "run_name='solution')\n    print({!r} + {!r})",
+        separator=_ITS_TESTS,
+        epilogue=_MAIN,
         epilogue_file="main.py",
         syntax=("\nSyntaxError:", "\nIndentationError:", "\nTabError:"),
         memory=("MemoryError",),

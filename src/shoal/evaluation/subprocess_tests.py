@@ -92,6 +92,8 @@ def serve(descriptor: int) -> None:
     program, entry_point = _receive(connection)
     module = types.ModuleType("solution")  # so that `if __name__ == "__main__":` in it does not run
     sys.modules["solution"], sys.argv = module, ["main.py"]
+    with open("solution.py", "w", encoding="utf-8") as file:
+        file.write(program)  # for processes that the completion spawns, which import it
     exec(_compiled(program, "main.py"), module.__dict__)
     handles = Handles(getattr(module, entry_point))
     _send(connection, "ready")

@@ -38,7 +38,7 @@ from shoal.errors import InternalError, PairMismatch, UnsupportedModel
 from shoal.integrations.loglikelihoods import loglikelihoods
 from shoal.lookahead.controller import Fixed, by_name
 from shoal.models import mixers
-from shoal.models.cache import states
+from shoal.models.cache import SlotCache, states
 from shoal.models.cache.mixing import Calls, EqualRows, RowStates
 from shoal.models.cache.states import StateCache
 from shoal.models.compiled.captures import CAPTURED
@@ -274,20 +274,22 @@ def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
 
 def keeps_rejected(self: StateCache, slot: int, length: int) -> None:
     """The state of a rejected draft is kept."""
+    SlotCache.rollback(self, slot, length)
     row = self._row_states[slot]
-    self._row_states[slot] = RowStates(length, None, row.side if row.ahead is None else 1 - row.side)
+    self._row_states[slot] = RowStates(length, {length: row.sides.get(max(row.sides, default=0), 0)})
 
 
 def loses_accepted(self: StateCache, slot: int, length: int) -> None:
     """Accepted tokens never enter the state."""
-    self._row_states[slot] = RowStates(length, None, self._row_states[slot].side)
+    SlotCache.rollback(self, slot, length)
+    self._row_states[slot] = RowStates(length, {length: self._row_states[slot].side})
 
 
-def padded(plan: Any, rows: Sequence[RowStates]) -> Calls:
+def padded(plan: Any, *rest: Any) -> Calls:
     """Padding enters the states."""
     wider = copy.copy(plan)
     wider.counts = [plan.q] * plan.rows
-    return Calls(wider, rows)
+    return Calls(wider, *rest)
 
 
 def other_rows(self: StateCache, group: EqualRows, *rest: Any) -> Tensor:
@@ -305,21 +307,36 @@ def one_too_few(self: Calls, count: int, *rest: Any) -> EqualRows:
     return REPLAY(self, max(count - 1, 1), *rest)
 
 
-THROUGH, REPLAY, PLACES = StateCache.through, Calls._replay, EqualRows.positions.func
-SABOTAGES: dict[str, tuple[Any, str, Any]] = {
-    "a rejected draft stays": (StateCache, "_settle", keeps_rejected),
-    "an accepted draft is lost": (StateCache, "_settle", loses_accepted),
-    "padding enters": (states, "Calls", padded),
-    "another row's state": (StateCache, "through", other_rows),
-    "one step too many": (Calls, "_replay", one_too_many),
-    "one step too few": (Calls, "_replay", one_too_few),
+def settled_by(tokens: int) -> Callable[[RowStates, int], RowStates]:
+    """The state of so many tokens more is taken for the one after the accepted tokens, where there is one."""
+
+    def settled(self: RowStates, length: int) -> RowStates:
+        right, wrong = SETTLED(self, length), self.sides.get(length + tokens)
+        return right if wrong is None or right.base != length else replace(right, sides={length: wrong})
+
+    return settled
+
+
+THROUGH, REPLAY, SETTLED, PLACES = StateCache.through, Calls._replay, RowStates.settled, EqualRows.positions.func
+SABOTAGES: dict[str, list[tuple[Any, str, Any]]] = {
+    "a rejected draft stays": [(StateCache, "rollback", keeps_rejected)],
+    "an accepted draft is lost": [(StateCache, "rollback", loses_accepted)],
+    "padding enters": [(states, "Calls", padded)],
+    "another row's state": [(StateCache, "through", other_rows)],
+    "one step too many": [(Calls, "_replay", one_too_many), (RowStates, "settled", settled_by(1))],
+    "one step too few": [(Calls, "_replay", one_too_few), (RowStates, "settled", settled_by(-1))],
 }
+
+
+def break_states(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    for place, name, wrong in SABOTAGES[fault]:
+        monkeypatch.setattr(place, name, wrong)
 
 
 @pytest.fixture(params=sorted(SABOTAGES))
 def sabotage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Breaks the states when called."""
-    return lambda: monkeypatch.setattr(*SABOTAGES[request.param])
+    return lambda: break_states(monkeypatch, request.param)
 
 
 @pytest.mark.parametrize("family", sorted(RECURRENT))
@@ -386,7 +403,7 @@ def test_the_law_of_three_tokens(family: str, fault: str | None, monkeypatch: py
 
     law = declared_law(step, 4, 3)
     if fault is not None:
-        monkeypatch.setattr(*SABOTAGES[fault])
+        break_states(monkeypatch, fault)
     made, rows = sampled(runner, drafter, by_name(2), horizon=3, samples=1500, temperature=2.0)
     assert 0 < made.stats.accepted < made.stats.drafted
     assert (chi_square(joint(rows, 4), law) > ALPHA) == (fault is None)
@@ -429,7 +446,7 @@ def test_held_states_of_another_length_are_seen(monkeypatch: pytest.MonkeyPatch)
 
     def later(self: StateCache, slot: int) -> None:
         row = self._row_states[slot]
-        self._row_states[slot] = replace(row, side=1 - row.side)
+        self._row_states[slot] = replace(row, sides={row.base: 1 - row.side})
         real(self, slot)
         self._row_states[slot] = replace(row, held=self._row_states[slot].held)
 
@@ -505,27 +522,48 @@ class NotingVerdicts(Fixed):
         self.noted += zip(drafted, accepted, strict=True)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "jamba", "recurrent-gemma"])
-def test_accepted_tokens_behind_rejected_drafts_are_replayed_and_no_state_is_copied(family: str) -> None:
-    """By counts: the last token and the accepted ones of each round that took drafts back, whatever the draft length."""
+@pytest.mark.parametrize("family", EVERY)
+def test_what_rejected_drafts_cost_in_calls_of_a_mixer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By counts, whatever the draft length: one call a round and one again, or one for each token and none again.
+
+    A call again takes the last token and the accepted ones. Mixers that take single tokens repeat those alone that were
+    accepted beyond the drafts whose states are kept. No state is copied.
+    """
+    calls: list[int] = []
+
+    def through(self: StateCache, group: EqualRows, *rest: Any) -> Tensor:
+        tokens: Tensor = THROUGH(self, group, *rest)
+        calls.append(group.count if stepwise and group.read is not None else 1)
+        return tokens
+
+    monkeypatch.setattr(StateCache, "through", through)
+    stepwise = family in STEPWISE
     for k in (1, K, 7):
         noting = NotingVerdicts(k)
         made = Engine(target(family), ModelDrafter(half_right(family).fork(), VOCABULARY), noting, max_batch=1)
-        made.target.mixers.counts.clear()
+        mixers_, cache_ = made.target.mixers, made.target.cache
+        assert mixers_ is not None
+        assert isinstance(cache_, StateCache)
+        counted = mixers_.counts
+        calls.clear()
+        counted.clear()
         assert run(made, PROMPTS[1:2]) == [stock_ids(family, PROMPTS[1])]
         rejected = [1 + accepted for drafted, accepted in noting.noted[:-1] if accepted < drafted]
-        assert len(rejected) > 2
-        assert made.target.mixers.counts == Counter({"replayed tokens": sum(rejected)})
-        cache_ = made.target.cache
-        assert isinstance(cache_, StateCache)
-        assert cache_.bytes_per_slot() == 3 * sum(states[0].nbytes for states in cache_.states_of(0))
+        assert rejected
+        again = [max(0, one - states.KEPT_DRAFTS) for one in rejected] if stepwise else rejected
+        assert sum(calls) == len(mixers_.modules) * (
+            1 + (sum(again) + sum(1 + k for k, _ in noting.noted) if stepwise else len(noting.noted) + len(again))
+        )
+        assert counted == (Counter({"replayed tokens": sum(again)}) if sum(again) else Counter())
+        assert cache_.sides == (2 + min(k, states.KEPT_DRAFTS) if stepwise else 2)
+        assert cache_.bytes_per_slot() == (cache_.sides + 1) * sum(one[0].nbytes for one in cache_.states_of(0))
 
 
 def test_states_are_copied_for_the_rows_of_a_prompt_alone() -> None:
     made = engine("lfm2", None, max_batch=4)
     made.target.mixers.counts.clear()
     run(made, PROMPTS[1:2], n=4)
-    assert made.target.mixers.counts == Counter({"copied states": 2 * 3})  # two sides, three other rows
+    assert made.target.mixers.counts == Counter({"copied states": 3})  # three other rows
 
 
 def test_states_are_counted_in_memory() -> None:

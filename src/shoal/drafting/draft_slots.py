@@ -308,6 +308,9 @@ class DraftMemory(KeyValueMemory):
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
         self._own.reserve(*self._size(slots, capacity, cells))
 
+    def expect_drafts(self, longest: int) -> None:
+        self._own.expect_drafts(longest)
+
     def wastes(self, slots: int, capacity: int, cells: int = 0) -> bool:
         return self._own.wastes(*self._size(slots, capacity, cells))
 

@@ -180,6 +180,9 @@ class KeyValueMemory(Protocol):
         """Returns True if room for that size would mostly be slots that no row needs."""
         return False
 
+    def expect_drafts(self, longest: int) -> None:
+        """Notes the most drafts of a row in a round, before memory is counted."""
+
 
 class Drafter(Protocol):
     """An object that proposes tokens, and is told which were accepted.

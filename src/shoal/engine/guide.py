@@ -213,5 +213,9 @@ class Together(KeyValueMemory):
         for one in self._all:
             one.trim(slots, capacity, cells)
 
+    def expect_drafts(self, longest: int) -> None:
+        for one in self._all:
+            one.expect_drafts(longest)
+
     def wastes(self, slots: int, capacity: int, cells: int = 0) -> bool:
         return any(one.wastes(slots, capacity, cells) for one in self._all)

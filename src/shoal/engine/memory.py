@@ -339,6 +339,8 @@ def memory_of(
         bounded: True if the device's memory bounds the number of rows.
     """
     models = _attach(target, drafter, guides)
+    for model in models:
+        model.expect_drafts(0 if drafter is None else limit)
     columns = 1 + min(limit, EXPECTED_DRAFT)
     keeps = Keeps() if drafter is None else drafter.keeps
     return Memory(

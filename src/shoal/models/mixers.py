@@ -219,6 +219,8 @@ def _stores_after(name: str, call: _Found, made: Mixers) -> list[Tensor]:
     place = torch.zeros(1, dtype=torch.long, device=block.device)
     for part, read in ((slice(0, BEFORE), None), (slice(BEFORE, None), place)):
         tokens = block[:, part]
-        rows = EqualRows([0], tokens.shape[1], read, place, None, [part.start])
+        count = tokens.shape[1]
+        write, starts = place[None], [part.start]
+        rows = EqualRows([0], count, read, [count - 1], write, columns=None, starts=starts)
         cache.through(rows, tokens, mixed)
     return cache.states_of(0)

@@ -17,7 +17,7 @@ from shoal.models.attention import methods
 from shoal.models.bridge import Bridge
 from shoal.models.cache import SlotCache
 from shoal.models.cache.mixing import Mixers
-from shoal.models.cache.states import StateCache
+from shoal.models.cache.states import StateCache, expect_drafts
 from shoal.models.compiled.block import reservation
 from shoal.models.device import explained
 from shoal.models.load_checks import KeptChecks
@@ -159,7 +159,9 @@ class CacheMemory:
     def kept_token_bytes(self) -> int:
         """The number of bytes of a token that is kept for later rows, with its share of states."""
         own = self.token_bytes  # a pass that measures it makes the states
-        states = self._runner.cache.bytes_per_slot()
+        cache = self._runner.cache
+        sides = cache.sides if isinstance(cache, StateCache) else 2
+        states = 3 * cache.bytes_per_slot() // (sides + 1)
         return own + (-(-states // self.block) if self.block else 0)
 
     @property
@@ -167,6 +169,10 @@ class CacheMemory:
         """The number of tokens at whose multiples passes over prompts end; 0 = anywhere."""
         mixers = self._runner.mixers
         return 0 if mixers is None else mixers.block
+
+    def expect_drafts(self, longest: int) -> None:
+        """Makes room for the recurrent states after drafts, where they are kept."""
+        expect_drafts(self._runner.cache, longest)
 
     def grown_bytes(self, slots: int, capacity: int, cells: int = 0) -> int:
         """Returns the number of bytes of the cache once it also has room for that size."""

@@ -169,21 +169,54 @@ class RowStates:
 
     Attributes:
         base: the number of tokens in the base state.
-        ahead: the number of tokens in the state ahead; None if it is not to be read.
-        side: the side of the stores that has the base state, 0 or 1.
+        sides: the sides of the stores that have states, by the numbers of tokens in them.
         inputs: the inputs of the mixers for the tokens from the base on, [tokens, width] each.
         held: the states after the row's prompt; None if no row waits for them.
     """
 
     base: int = 0
-    ahead: int | None = None
-    side: int = 0
+    sides: Mapping[int, int] = field(default_factory=dict)
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     held: HeldStates | None = None
 
-    def adopted(self, length: int) -> RowStates:
-        """Returns the states once the state ahead, of `length` tokens, has become the base."""
-        return RowStates(length, None, 1 - self.side, held=self.held)
+    @property
+    def side(self) -> int:
+        """The side that has the base state, or gets the first one."""
+        return self.sides.get(self.base, 0)
+
+    def settled(self, length: int) -> RowStates:
+        """Returns the states once the first `length` tokens are final.
+
+        The last state that has no other token is the base.
+
+        Raises:
+            InternalError: the states after so few tokens are gone.
+        """
+        if not length:
+            return RowStates()
+        if length < self.base:
+            raise InternalError(
+                f"a slot has recurrent states of {self.base} tokens and none of {length}"
+            )
+        base = max((tokens for tokens in self.sides if tokens <= length), default=0)
+        sides = {base: self.sides[base]} if base else {}
+        inputs = {name: tokens[base - self.base :] for name, tokens in self.inputs.items()}
+        return RowStates(base, sides, {} if base == length else inputs, self.held)
+
+    def places(self, start: int, stored: Sequence[int], sides: int) -> tuple[int, ...]:
+        """Returns the sides that get the states after some tokens of a pass.
+
+        No side is used that has another state, as long as there are such sides. The last one then
+        gets one state after the other.
+
+        Args:
+            start: the number of tokens before the pass.
+            stored: these tokens, rising.
+            sides: the number of sides.
+        """
+        used = set(self.sides.values()) if start else set()
+        free = [side for side in range(sides) if side not in used] or [self.sides[start]]
+        return (*free, *free[-1:] * len(stored))[: len(stored)]
 
 
 def held_states(row: RowStates, stores: Mapping[Key, Tensor], slot: int) -> HeldStates:
@@ -201,7 +234,8 @@ class EqualRows:
         slots: the slots of the rows.
         count: the number of tokens of each row.
         read: the stored states that the rows begin with, [rows] int64; None = no state.
-        write: the places of the states after the tokens, [rows] int64.
+        stored: the tokens after which states are stored, rising; the last token is one of them.
+        write: the places of these states, [stored, rows] int64.
         columns: the places of the tokens in the block, [rows * count] int64; None if they are all
             of it.
         starts: the number of tokens of each row before these.
@@ -210,6 +244,7 @@ class EqualRows:
     slots: Sequence[int]
     count: int
     read: Tensor | None
+    stored: Sequence[int]
     write: Tensor
     columns: Tensor | None
     starts: Sequence[int]
@@ -247,6 +282,7 @@ class Calls:
 
     Args:
         rows: the states of all slots.
+        sides: the number of states that a slot has room for.
 
     Attributes:
         replays: the groups of rows whose accepted tokens follow their base again.
@@ -255,11 +291,12 @@ class Calls:
         inputs: the block of each mixer, [columns, width], once it has been called.
     """
 
-    def __init__(self, plan: Plan, rows: Sequence[RowStates]) -> None:
-        self.plan, self._rows = plan, rows
+    def __init__(self, plan: Plan, rows: Sequence[RowStates], sides: int = 2) -> None:
+        self.plan, self._rows, self._sides = plan, rows, sides
         ends = np.cumsum(plan.counts) if plan.packed else (1 + np.arange(plan.rows)) * plan.q
         self.firsts: list[int] = [0, *ends.tolist()]
         self.inputs: dict[str, Tensor] = {}
+        self._written: dict[int, list[tuple[int, int]]] = {}
         replays: dict[tuple[int, bool], list[int]] = {}
         feeds: dict[tuple[int, bool], list[int]] = {}
         for b, (slot, start) in enumerate(zip(plan.slots, plan.starts, strict=True)):
@@ -279,30 +316,50 @@ class Calls:
         row, start = self._rows[self.plan.slots[b]], self.plan.starts[b]
         if start < row.base:
             raise InternalError(f"a row of {start} tokens has the states of {row.base}")
-        return start in (row.base, row.ahead)
+        return not start or start in row.sides
 
     def _replay(self, count: int, empty: bool, group: Sequence[int]) -> EqualRows:
         slots = [self.plan.slots[b] for b in group]
         base = self._places(slots, [self._rows[slot].side for slot in slots])
         starts = [self._rows[slot].base for slot in slots]
-        return EqualRows(slots, count, None if empty else base, base, None, starts)
+        read = None if empty else base
+        stored, write = [count - 1], base[None]
+        return EqualRows(slots, count, read, stored, write, columns=None, starts=starts)
 
     def _feed(self, count: int, empty: bool, group: Sequence[int]) -> EqualRows:
+        """Makes the group of rows with so many tokens of the pass.
+
+        Beside the states after their last tokens it stores those of the first ones that there is
+        room for, as drafts may be taken back behind them. A row without a state has one call.
+        """
         plan = self.plan
         slots = [plan.slots[b] for b in group]
-        ahead = [1 - self._rows[slot].side for slot in slots]
-        read = None if empty else self._places(slots, [self._side(b) for b in group])
+        early = 0 if empty or plan.final else min(self._sides - 2, count - 1)
+        stored = [*range(early), count - 1]
+        sides = []
+        for b in group:
+            sides.append(self._before(b).places(plan.starts[b], stored, self._sides))
+            ends = (plan.lengths[b] - count + 1 + token for token in stored)
+            self._written[b] = list(zip(ends, sides[-1], strict=True))
+        read = None if empty else self._places(slots, [self._read_side(b) for b in group])
         columns = None
         if len(group) < plan.rows or count < plan.q:
             firsts = np.array([self.firsts[b] for b in group])[:, None]
             columns = torch.from_numpy((firsts + np.arange(count)).reshape(-1)).to(plan.device)
         starts = [plan.starts[b] for b in group]
-        return EqualRows(slots, count, read, self._places(slots, ahead), columns, starts)
+        write = torch.stack([self._places(slots, places) for places in zip(*sides, strict=True)])
+        return EqualRows(slots, count, read, stored, write, columns=columns, starts=starts)
 
-    def _side(self, b: int) -> int:
+    def _before(self, b: int) -> RowStates:
+        """Returns the states of row b once its accepted tokens have followed the base again."""
+        row, start = self._rows[self.plan.slots[b]], self.plan.starts[b]
+        if not start:
+            return RowStates(held=row.held)
+        return row if self.follows(b) else RowStates(start, {start: row.side}, held=row.held)
+
+    def _read_side(self, b: int) -> int:
         """Returns the side of the state that the tokens of row b follow."""
-        row = self._rows[self.plan.slots[b]]
-        return 1 - row.side if self.plan.starts[b] == row.ahead else row.side
+        return self._before(b).sides[self.plan.starts[b]]
 
     def _places(self, slots: Sequence[int], sides: Sequence[int]) -> Tensor:
         places = [side * len(self._rows) + slot for slot, side in zip(slots, sides, strict=True)]
@@ -310,13 +367,13 @@ class Calls:
 
     def states_after(self, b: int) -> RowStates:
         """Returns the states of row b once the pass has ended."""
-        plan = self.plan
-        row, end = self._rows[plan.slots[b]], plan.lengths[b]
+        plan, row = self.plan, self._before(b)
+        tokens = {side: length for length, side in [*row.sides.items(), *self._written[b]]}
+        sides = {length: side for side, length in tokens.items()}
         if plan.final:
-            return row.adopted(end)
+            return RowStates(row.base, sides, held=row.held).settled(plan.lengths[b])
         own = slice(self.firsts[b], self.firsts[b] + plan.counts[b])
         inputs = {name: block[own] for name, block in self.inputs.items()}
-        if plan.starts[b] != row.ahead:
-            return RowStates(plan.starts[b], end, row.side, inputs, row.held)
-        inputs = {name: torch.cat([row.inputs[name], new]) for name, new in inputs.items()}
-        return RowStates(row.base, end, row.side, inputs, row.held)
+        if plan.starts[b] != row.base:
+            inputs = {name: torch.cat([row.inputs[name], new]) for name, new in inputs.items()}
+        return RowStates(row.base, sides, inputs, row.held)

@@ -1,18 +1,19 @@
 """The slot cache of models whose layers keep a recurrent state (`shoal.models.cache.mixing`).
 
-A state cannot be cut to an earlier length, so a slot has two of each. The *base* is the state after
-tokens that are never taken back. The state *ahead* is the one after all tokens that were fed since.
-Beside them lie the inputs that the mixers got for these tokens.
+A state cannot be cut to an earlier length, so a slot has several of each. The *base* is the state
+after tokens that are never taken back. The last one is the state after all tokens that were fed
+since. Beside them lie the inputs that the mixers got for these tokens.
 
-If all drafts of a row are accepted, the state ahead becomes its base. Otherwise the row's next pass
+If all drafts of a row are accepted, the last state becomes its base. Otherwise the row's next pass
 begins with its accepted tokens: each mixer gets their inputs again, from the base on. The rest of
-the model does not compute them again, and their keys stay.
+the model does not compute them again, and their keys stay. This takes one call of a mixer, and one
+more for the rows that had equal numbers of accepted tokens before a rejected one. A state after
+each draft would take a call of its own, k + 1 in a round of k drafts, and room for k + 1 states.
 
-The other way, a copy of the state after each draft, takes k + 1 calls of a mixer per round of k
-drafts, and room for k + 1 states of each row. This takes one call, and one more for the rows that
-had equal numbers of accepted tokens before a rejected one: never more, and no state is copied.
-Mixers that a row with a state passes token by token are called k + 1 times in any case. They repeat
-the accepted tokens' calls where the other way has none: room is held to three states of each row.
+Mixers that a row with a state passes token by token are called k + 1 times in any case. There the
+state after each draft costs no call, and the accepted tokens' calls are not repeated: a slot has
+room for the states after the first drafts of a pass (`KEPT_DRAFTS`), and one of these becomes the
+base. Only tokens that were accepted beyond them follow it again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import InternalError
 from shoal.models.cache import SlotCache
 from shoal.models.cache.mixing import (
     Call,
@@ -45,6 +45,11 @@ from shoal.models.cache.pass_plan import Plan
 from shoal.models.cache.row_store import resized, zeros
 from shoal.types.requests import Prefix
 
+KEPT_DRAFTS = 4
+"""The number of drafts whose states have room in a slot, where mixers pass token by token.
+
+It is the draft length for which memory is counted elsewhere. Drafts accepted beyond it are few.
+"""
 KNOWN = hasattr(SlotCache, "get_conv_state")
 """True if this version of Transformers asks a cache for recurrent states."""
 
@@ -55,11 +60,15 @@ class StateCache(SlotCache):
     Args:
         mixers: the modules that keep states.
         rounds: see `SlotCache`.
+
+    Attributes:
+        mixers: see above.
+        sides: the number of states of each kind that a slot has room for.
     """
 
     def __init__(self, mixers: Mixers, rounds: bool = False) -> None:
         super().__init__(rounds)
-        self.mixers = mixers
+        self.mixers, self.sides = mixers, 2
         self.marks.block = mixers.block
         self._row_states: list[RowStates] = []
         self._tensors: dict[Key, Tensor] = {}
@@ -70,7 +79,7 @@ class StateCache(SlotCache):
     # ── for the engine ────────────────────────────────────────────────────────────────────────────
 
     def _resize(self, slots: int, capacity: int, cells: int) -> None:
-        size = (2, slots)
+        size = (self.sides, slots)
         stores = {key: resized(store, size, size) for key, store in self._tensors.items()}
         super()._resize(slots, capacity, cells)
         new = [RowStates() for _ in range(slots - len(self._row_states))]
@@ -87,7 +96,8 @@ class StateCache(SlotCache):
             for key, store in self._tensors.items():
                 store[0, slot] = begun.states[key]
             self.mixers.counts["copied states"] += 1
-            self.lengths[slot], self._row_states[slot] = begun.length, RowStates(begun.length)
+            self.lengths[slot] = begun.length
+            self._row_states[slot] = RowStates(begun.length, {begun.length: 0})
 
     def rollback(self, slot: int, length: int) -> None:
         """Forgets all tokens from `length` on; those before it are never taken back.
@@ -96,22 +106,7 @@ class StateCache(SlotCache):
             InternalError: the states after `length` tokens are gone.
         """
         super().rollback(slot, length)
-        self._settle(slot, length)
-
-    def _settle(self, slot: int, length: int) -> None:
-        """Makes the first `length` tokens of a slot final."""
-        row = self._row_states[slot]
-        if length == row.ahead:
-            row = row.adopted(length)
-        elif not length:
-            row = RowStates()
-        elif not self.reaches(slot, length):
-            raise InternalError(
-                f"slot {slot} has recurrent states of {row.base} tokens and none of {length}"
-            )
-        else:
-            row = replace(row, ahead=None)
-        self._row_states[slot] = row
+        self._row_states[slot] = self._row_states[slot].settled(length)
 
     def reaches(self, slot: int, length: int) -> bool:
         """Returns True if the states after the slot's first `length` tokens can be computed."""
@@ -130,18 +125,19 @@ class StateCache(SlotCache):
     def copy(self, source: int, target: int, length: int) -> None:
         """Makes the first `length` tokens of slot `target` those of slot `source`."""
         row = self._row_states[source]
-        super().copy(source, target, length)
         if row.held is not None and row.held.length == length < row.base:
             for key, store in self._tensors.items():
                 store[0, target] = row.held.states[key]
             self.mixers.counts["copied states"] += 1
-            row = RowStates(length, held=row.held)
-        elif source != target:
-            for store in self._tensors.values():
-                store[:, target] = store[:, source]
-            self.mixers.counts["copied states"] += 2
+            row = RowStates(length, {length: 0}, held=row.held)
+        else:
+            row = row.settled(length)
+            for side in row.sides.values() if source != target else ():
+                self.mixers.counts["copied states"] += 1
+                for store in self._tensors.values():
+                    store[side, target] = store[side, source]
+        super().copy(source, target, length)
         self._row_states[target] = row
-        self._settle(target, length)
 
     @torch.inference_mode()
     def zero_non_finite(self, slot: int) -> None:
@@ -151,24 +147,23 @@ class StateCache(SlotCache):
             tensor.nan_to_num_(0.0, 0.0, 0.0)
 
     def states_of(self, slot: int) -> list[Tensor]:
-        """Returns the two stored states of each kind of a slot, [2, ...] each."""
+        """Returns the stored states of each kind of a slot, [sides, ...] each."""
         return [store[:, slot] for store in self._tensors.values()]
 
     def bytes_per_slot(self) -> int:
         """Returns the bytes of a row's states; 0 before the first pass.
 
-        They are two of each, and one after the prompt.
+        They are those of all sides, and one after the prompt.
         """
-        return sum(
-            store.element_size() * 3 * store.shape[2:].numel() for store in self._tensors.values()
-        )
+        state = sum(s.element_size() * s.shape[2:].numel() for s in self._tensors.values())
+        return (self.sides + 1) * state
 
     # ── during a pass ─────────────────────────────────────────────────────────────────────────────
 
     def begin(self, plan: Plan) -> None:
         """Announces a forward pass."""
         super().begin(plan)
-        self._calls = calls = Calls(plan, self._row_states)
+        self._calls = calls = Calls(plan, self._row_states, self.sides)
         again = sum(len(group.slots) * group.count for group in calls.replays)
         self.mixers.counts["replayed tokens"] += again
 
@@ -243,19 +238,24 @@ class StateCache(SlotCache):
         """Passes a group's tokens, [rows, count, width], through a mixer, and stores its states."""
         self._passing = passing = Passing(group.read)
         places = group.positions if self.mixers.placed else None
+        steps = [slice(None)]
         if self.mixers.stepwise and group.read is not None:
             steps = [slice(i, i + 1) for i in range(group.count)]
-            tokens = [call(block[:, i], None if places is None else places[:, i]) for i in steps]
-            mixed = joined(tokens, lambda parts: torch.cat(list(parts), dim=1))
-        else:
-            mixed = call(block, places)
-        for key, states in passing.states.items():
-            if key not in self._tensors:
-                self._tensors[key] = zeros(states, (2, self.slots, *states.shape[1:]))
-            store = self._tensors[key]
-            store.flatten(0, 1).index_copy_(0, group.write, states.to(store.dtype))
+        parts = []
+        for last, step in zip(range(group.count - len(steps), group.count), steps, strict=True):
+            parts.append(call(block[:, step], None if places is None else places[:, step]))
+            if last not in group.stored:
+                continue
+            for key, states in passing.states.items():
+                if key not in self._tensors:
+                    self._tensors[key] = zeros(states, (self.sides, self.slots, *states.shape[1:]))
+                store = self._tensors[key].flatten(0, 1)
+                write = group.write[group.stored.index(last)]
+                store.index_copy_(0, write, states.to(store.dtype))
         self._passing = Passing()
-        return mixed
+        if len(parts) == 1:
+            return parts[0]
+        return joined(parts, lambda tokens: torch.cat(list(tokens), dim=1))
 
     # ── for a Transformers model ──────────────────────────────────────────────────────────────────
 
@@ -340,3 +340,16 @@ def call_of(
         return mixed
 
     return block, call
+
+
+@torch.inference_mode()
+def expect_drafts(cache: SlotCache, longest: int) -> None:
+    """Makes room for the states after drafts, where these cost no call of a mixer.
+
+    Args:
+        cache: the cache of any model.
+        longest: the most drafts of a row in a pass.
+    """
+    if isinstance(cache, StateCache) and cache.mixers.stepwise:
+        cache.sides = max(cache.sides, 2 + min(longest, KEPT_DRAFTS))
+        cache.reserve(cache.slots, cache.capacity, cache.cells)

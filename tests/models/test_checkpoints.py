@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
 
 import shoal
 from serving import served
@@ -135,31 +134,53 @@ def test_weights_that_others_quantised_are_refused_by_name(tmp_path: Path, name:
         shoal.load(place)
 
 
-OF_BLOCKS = "a block of tokens in one pass from hidden states"
-
-
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         (
             {"model_type": "qwen3", "architectures": ["DFlash2DraftModel"], "block_size": 16},
-            "DFlash without it is supported",
+            "DFlash 2 .DFlash2DraftModel in its .* take dflash:DIR",
         ),
         (
             {"model_type": "qwen3", "dflash_config": {"mask_token_id": 1, "selector_rank": 4}},
-            "has selector_rank: DFlash without it",
+            "DFlash 2 .selector_rank: 4 in its",
         ),
-        ({"model_type": "llama", "architectures": ["DSparkForCausalLM"]}, OF_BLOCKS),
-        ({"model_type": "qwen3", "speculators_model_type": "dspark"}, "heads of speculators_model_type 'dspark'"),
+        ({"model_type": "llama", "architectures": ["DSparkForCausalLM"]}, "DSpark .DSparkForCausalLM in its"),
+        ({"model_type": "qwen3", "speculators_model_type": "dspark"}, "DSpark .dspark in its"),
+        ({"model_type": "dspark", "block_size": 8}, "DSpark .dspark in its"),
+        ({"model_type": "qwen3", "architectures": ["DominoDraftModel"]}, "Domino .DominoDraftModel in its"),
+        ({"model_type": "qwen3", "dflash_config": {"projector_type": "domino"}}, "Domino .domino in its .* dflash:DIR"),
+        ({"model_type": "llama", "architectures": ["PEagleDraftModel"]}, "P-EAGLE .PEagleDraftModel in its .* eagle3:DIR"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True},
+            "P-EAGLE .parallel_drafting: True in its",
+        ),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle"]}, "EAGLE-1 or EAGLE-2 .* eagle3:DIR"),
+        ({"hydra_num_heads": 4}, "Hydra .hydra_num_heads: 4 in its .* medusa:DIR"),
+        ({"model_type": "mlp_speculator", "n_predict": 4}, "MLP speculator .mlp_speculator in its"),
     ],
-    ids=lambda given: given["model_type"] if isinstance(given, dict) else "",
+    ids=lambda given: str(next(iter(given))) if isinstance(given, dict) else "",
 )
 def test_drafters_of_one_target_are_refused_by_name(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:
     """Before any weight is read: some of them call themselves Qwen3, and lack its embedding and its head."""
-    if fields["model_type"] not in CONFIG_MAPPING:
-        pytest.skip("an older Transformers does not know it")
     target, draft = save_pair(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # such repositories hold none
+        (draft / name).unlink()
     (draft / "config.json").write_text(json.dumps(fields))
     (draft / "model.safetensors").unlink()
     with pytest.raises(UnsupportedModel, match=rf"drafter\b.*{reason}"):
         shoal.load(target, draft)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("DFlashDraftModel", "it drafts a block of tokens in one pass .* as the drafter, dflash:DIR"),
+        ("DSparkForCausalLM", "it is a drafter of the kind DSpark, .* take dflash:DIR with a checkpoint of that kind"),
+    ],
+)
+def test_drafters_of_one_target_are_no_targets(name: str, reason: str, tmp_path: Path) -> None:
+    place = saved(tmp_path, tiny_model("llama"))
+    changed(place, "config.json", architectures=[name])
+    with pytest.raises(UnsupportedModel, match=reason):
+        shoal.load(place)

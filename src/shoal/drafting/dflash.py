@@ -32,6 +32,7 @@ from shoal.drafting.trained_heads import (
     once,
     read_config,
     read_tensors,
+    require_kind,
     require_width,
     whole_number,
 )
@@ -47,15 +48,7 @@ ASSISTANT = "muse_glimmer_assistant"
 """The model type that Transformers gives to such layers."""
 NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 """The names of tensors of `ASSISTANT`, and those of DFlash."""
-VARIANTS = (
-    "selector_rank",  # DFlash 2
-    "conv_kernel_size",
-    "causal",
-    "attention_sink_bias",
-    "fusion_mode",
-    "sample_from_anchor",  # DSpark
-    "shift_label",
-)
+VARIANTS = ("conv_kernel_size", "causal", "attention_sink_bias", "fusion_mode", "shift_label")
 """The entries of config.json that change the computation and are not supported."""
 
 
@@ -69,6 +62,7 @@ def load_block(directory: Path, target: Runner) -> tuple[BlockHeads, tuple[int, 
         UnsupportedModel: they are of another kind.
     """
     config = read_config(directory)
+    require_kind("dflash", directory, config)
     layer = config.get("transformer_layer_config") or config
     config = {**layer, **config, **(config.get("dflash_config") or {})}
     _require_dflash(directory, config)
@@ -115,10 +109,7 @@ def load_block(directory: Path, target: Runner) -> tuple[BlockHeads, tuple[int, 
 def _require_dflash(directory: Path, config: dict[str, Any]) -> None:
     """Raises UnsupportedModel if a config is that of other layers."""
     kind = config.get("projector_type") or "dflash"
-    classes = "".join(config.get("architectures") or ())
     variant = next((name for name in VARIANTS if config.get(name)), None)
-    if "DFlash2" in classes:
-        variant = f"architectures: {classes}"
     if kind != "dflash":
         variant = f"projector_type: {kind}"
     if variant is not None:

@@ -29,6 +29,7 @@ from shoal.drafting.trained_heads import (
     once,
     read_config,
     read_tensors,
+    require_kind,
     require_width,
     whole_number,
 )
@@ -55,8 +56,8 @@ PENDING = 64
 FOLLOWED = 4
 """The number of drafted tokens from which heads learn while they follow their target."""
 MAPS = ("d2t", "t2d")
-VARIANTS = "norm_before_fc", "fc_norm", "norm_output"
-"""The entries of config.json that change the computation and are not supported."""
+VARIANT = "norm_before_fc"
+"""The entry of config.json that changes the computation and is not supported."""
 
 
 def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int, ...]]:
@@ -70,6 +71,7 @@ def load_eagle3(directory: Path, target: Runner) -> tuple[Eagle3Heads, tuple[int
             not have.
     """
     config = flattened(read_config(directory))
+    require_kind("eagle3", directory, config)
     _require_eagle3(directory, config)
     stored = read_tensors(directory, *FILES)
     tensors = {
@@ -157,10 +159,9 @@ def _require_eagle3(directory: Path, config: dict[str, Any]) -> None:
             f"{directory} has heads of speculators_model_type {kind!r}: 'eagle3' and "
             f"'dflash' are supported"
         )
-    variant = next((name for name in VARIANTS if config.get(name)), None)
-    if variant is not None:
+    if config.get(VARIANT):
         raise UnsupportedModel(
-            f"{directory}/config.json has {variant}: EAGLE-3 without it is supported"
+            f"{directory}/config.json has {VARIANT}: EAGLE-3 without it is supported"
         )
     entries = {**config, **(config.get("eagle_config") or {})}
     for name, value in FORM.items():

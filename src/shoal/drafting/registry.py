@@ -8,10 +8,12 @@ package registers its own drafter by an entry point of the group `shoal.drafters
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.config import MOST_NODES
 from shoal.drafting import (
@@ -37,6 +39,7 @@ __all__ = [
     "Word",
     "kind_of",
     "kind_of_heads",
+    "unsupported_kind",
     "kinds",
     "names",
     "register",
@@ -47,6 +50,35 @@ SCOPES = ("row", "group", "engine")
 TREES = ("rsd-c", "rsd-s", "dyspec", "k-seq", "auto")
 SINKS = 4
 """The number of first tokens that attention needs in any text (StreamingLLM, section 3.1)."""
+KINDS = "model_type", "speculators_model_type", "projector_type"
+"""The entries of config.json that name a kind of drafter, beside the names of classes."""
+
+
+class Unsupported(NamedTuple):
+    """A published kind of drafter that shoal does not compute.
+
+    Attributes:
+        kind: its name.
+        reason: the name or the entry in config.json that shows it.
+        instead: the name of the drafter of shoal that is closest to it.
+    """
+
+    kind: str
+    reason: str
+    instead: str
+
+
+UNSUPPORTED = (
+    ("DFlash 2", "dflash2", ("selector_rank",), "dflash"),
+    ("DSpark", "dspark", ("sample_from_anchor",), "dflash"),
+    ("Domino", "domino", (), "dflash"),
+    ("P-EAGLE", "p_?eagle", ("parallel_drafting",), "eagle3"),
+    ("EAGLE-3.1", "eagle3[._]1", ("fc_norm", "norm_output"), "eagle3"),
+    ("EAGLE-1 or EAGLE-2", "causallmeagle$|^eagle(llama|qwen)", (), "eagle3"),
+    ("Hydra", "^hydra$", ("hydra_num_heads",), "medusa"),
+    ("MLP speculator", "^mlp_?speculator", (), "medusa"),
+)
+"""Kinds of drafters: a pattern of names, entries of config.json, and the drafter instead."""
 _kinds: dict[str, DrafterKind] = {}
 
 
@@ -56,6 +88,23 @@ def kind_of_heads(directory: object) -> DrafterKind | None:
         return None
     place = Path(directory)
     return next((k for k in kinds() if k.recognise is not None and k.recognise(place)), None)
+
+
+def unsupported_kind(config: Mapping[str, Any]) -> Unsupported | None:
+    """Returns the published kind of drafter of a config.json that shoal does not compute, or None.
+
+    Args:
+        config: the object in the file.
+    """
+    parts = [config.get(name) or {} for name in ("dflash_config", "eagle_config")]
+    entries = {**config, **{key: value for part in parts for key, value in part.items()}}
+    named = [*(entries.get("architectures") or ()), *(str(entries.get(name)) for name in KINDS)]
+    for kind, words, marks, instead in UNSUPPORTED:
+        word = next((name for name in named if re.search(words, name, re.IGNORECASE)), None)
+        mark = next((name for name in marks if entries.get(name)), None)
+        if word or mark:
+            return Unsupported(kind, word or f"{mark}: {entries[mark]}", instead)
+    return None
 
 
 def register(kind: DrafterKind) -> DrafterKind:
@@ -163,13 +212,18 @@ def _holds(pattern: str, directory: Path) -> bool:
     return any(directory.glob(pattern))
 
 
-def _entry(directory: Path, name: str) -> str:
-    """Returns an entry of the directory's config.json in words; "" without one."""
+def _config(directory: Path) -> dict[str, Any]:
+    """Returns the object in the directory's config.json; an empty one without such a file."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        return str(config.get(name) or "")
-    except (OSError, ValueError, AttributeError):
-        return ""
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _entry(directory: Path, name: str) -> str:
+    """Returns an entry of the directory's config.json in words; "" without one."""
+    return str(_config(directory).get(name) or "")
 
 
 def _is_medusa(directory: Path) -> bool:
@@ -181,9 +235,10 @@ def _is_assistant(directory: Path) -> bool:
 
 
 def _is_eagle3(directory: Path) -> bool:
-    """Returns True for EAGLE-3 heads, and for other heads in the form of speculators."""
+    """Returns True for EAGLE-3 heads, and for heads that are refused by their kind."""
     named = "eagle3" in _entry(directory, "architectures").lower()
-    return named or _entry(directory, "speculators_model_type") not in ("", "dflash")
+    other = not _is_dflash(directory) and unsupported_kind(_config(directory)) is not None
+    return named or other or _entry(directory, "speculators_model_type") not in ("", "dflash")
 
 
 def _is_dflash(directory: Path) -> bool:

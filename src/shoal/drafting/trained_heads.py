@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.drafting.protocol import Drafter, Keeps
+from shoal.drafting.registry import kind_of_heads, unsupported_kind
 from shoal.errors import ModelError, PairMismatch, RequestError, UnsupportedModel
 from shoal.models.runner import Runner
 from shoal.models.structure import Belongings
@@ -65,6 +66,32 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise RequestError(f"no heads in {directory}: its config.json holds no object")
     return config
+
+
+def require_kind(name: str, directory: Path, config: dict[str, Any]) -> None:
+    """Checks that a directory holds heads of the drafter that is to read them.
+
+    Args:
+        name: the drafter's name.
+        directory: the directory.
+        config: the object in its config.json.
+
+    Raises:
+        UnsupportedModel: it is a published kind of drafter that shoal does not compute.
+        RequestError: another drafter reads it.
+    """
+    other = unsupported_kind(config)
+    if other is not None:
+        raise UnsupportedModel(
+            f"{directory} is a drafter of the kind {other.kind} ({other.reason} in its "
+            f"config.json), which is not supported: take {other.instead}:DIR with a checkpoint of "
+            f"that kind for the same target, or suffix, which needs no files"
+        )
+    kind = kind_of_heads(directory)
+    if kind is not None and kind.name != name:
+        raise RequestError(
+            f"{directory} holds heads of {kind.name}, not of {name}: give {kind.name}:{directory}"
+        )
 
 
 def whole_number(

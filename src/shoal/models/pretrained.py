@@ -197,6 +197,11 @@ def _own_target_reason(config: Any) -> str | None:
     classes = entries.get("architectures") or ()
     block = any(BLOCKS.search(name) for name in (*classes, *entries))
     assistant = config.model_type.endswith(ASSISTANT)
+    if block and any("dspark" in name.lower() for name in classes):
+        return (
+            "it is a drafter of the kind DSpark, and no model by itself: take dflash:DIR with a "
+            "checkpoint of that kind for the same target, or suffix, which needs no files"
+        )
     if block or (assistant and "target_layer_ids" in entries):
         return (
             "it drafts a block of tokens in one pass from hidden states of its own target, and is "

@@ -191,13 +191,14 @@ def test_rows_of_two_kinds_have_a_drafter_each(plain: float) -> None:
 
 
 def test_a_drafter_that_turns_bad_is_left(plain: float) -> None:
+    """Soon enough that it costs little: by then the account holds the gain of at most 32 plain rounds (`MOST`)."""
     skill = second_half(0.95, 0.02)
     seconds, engine, _ = choosing(always(0.3), skill, step=0.15, sure=0.3)
     assert plain / seconds > 1.2
     assert seconds < 1.03 * alone(skill, 0.15)
     assert isinstance(engine.drafter, SumDrafter)
     assert isinstance(stepper := engine.drafter.model, Stepper)
-    assert stepper.late < 0.1 * engine.stats.by_drafter["stepper"].drafted
+    assert stepper.late < 0.15 * engine.stats.by_drafter["stepper"].drafted
     assert engine.stats.by_drafter["stepper"].drafted > 1000
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -105,16 +105,11 @@ class Detokenizer:
             special = {token: name for token, name in special.items() if token not in shown}
         silent = special.keys() | hidden if hidden else special.keys()
         self._is_silent = partial(_is_silent, tokenizer, silent)
-        self._read_tokens = partial(
-            tokenizer.decode,
-            skip_special_tokens=not shown and not hidden,
-            clean_up_tokenization_spaces=False,
+        self._decode = partial(
+            _decode, tokenizer, self._is_silent, skip_special_tokens=not shown and not hidden
         )
-        self._stops = [
-            (stop, any(name in stop for name in special.values())) for stop in stops.texts
-        ]
-        marks = any(is_marked for _, is_marked in self._stops)
-        self._marked = MarkedText(special) if marks else None
+        self._stops = {stop: any(name in stop for name in special.values()) for stop in stops.texts}
+        self._marked = MarkedText(special) if any(self._stops.values()) else None
         self._ids = list(prompt[-CONTEXT - LONGEST + 1 :])
         self._prompt_length = len(self._ids)
         self._prefix, self._read = -1, 0  # nothing is decoded yet
@@ -236,21 +231,21 @@ class Detokenizer:
                     self._cut_prompt = None if read == end else self._decode(self._ids[start:end])
                     return
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._read_tokens([token for token in ids if not self._is_silent(token)]))
-
-    def _look_for_stop(self, before: int, marked: int, held_back: str) -> None:
+    def _look_for_stop(
+        self, before: int, marked: int, held_back: str, *, final: bool = False
+    ) -> None:
         """Cuts the text if the last token completed a stop string.
 
         Args:
             before: the length of the text before the token.
             marked: the length of the marked text before the token.
             held_back: the text that is held back, because its last character is incomplete.
+            final: True if no text follows.
         """
         stops_in_text: list[
             tuple[int, int, bool]
         ] = []  # where the text ends, with the stop string or not
-        for stop, is_marked in self._stops:
+        for stop, is_marked in self._stops.items():
             spelled = self._marked if is_marked else None
             own, start = (self.text, before) if spelled is None else (spelled.text, marked)
             within, unstopped = own + held_back, self._rules.passages[stop]
@@ -261,38 +256,31 @@ class Detokenizer:
             covered: bool | None = True
             while at >= 0 and (covered := unstopped.cover(within, len(own), at, at + len(stop))):
                 at = within.find(stop, at + 1)
-            if at >= 0 and covered is None:
+            if at >= 0 and covered is None and not final:
                 self._rules.waiting[stop] = at
             elif at >= 0:
-                ends = at, at + len(stop)
-                cut, end = ends if spelled is None else map(spelled.position_without_names, ends)
+                cut, end = self._own_position(stop, at), self._own_position(stop, at + len(stop))
                 stops_in_text.append((cut, end, stop in self._rules.stops.shown))
         if stops_in_text:
-            self._cut(min(stops_in_text, key=lambda one: one[0]), held_back)
-
-    def _cut(self, place: tuple[int, int, bool], held_back: str) -> None:
-        """Cuts the text at a stop string: at its begin and end, and whether it is shown."""
-        cut, end, is_shown = place
-        text = self.text + held_back
-        self.text, self.ends[-1] = text[: end if is_shown else cut], len(text)
-        self.token_count = self.covering(end if is_shown else cut)
-        self.stopped = True
+            cut, end, is_shown = min(stops_in_text, key=lambda one: one[0])
+            text = self.text + held_back
+            self.text, self.ends[-1] = text[: end if is_shown else cut], len(text)
+            self.token_count = self.covering(end if is_shown else cut)
+            self.stopped = True
 
     def settle(self) -> bool:
-        """Cuts a text that is over at the first stop string that waits, and tells whether one does.
+        """Cuts a text that is over at the first stop string that waits; returns True if it is cut.
 
-        It was in what might have become the opening of a part without stop strings.
+        The stop string was in what might have become the opening of a part without stop strings.
         """
-        if self.stopped or not self._rules.waiting:
-            return self.stopped
-        stop, at = min(self._rules.waiting.items(), key=lambda one: one[1])
-        ends = self._unmarked(stop, at), self._unmarked(stop, at + len(stop))
-        self._cut((*ends, stop in self._rules.stops.shown), "")
-        return True
+        if self._rules.waiting and not self.stopped:
+            marked = 0 if self._marked is None else len(self._marked.text)
+            self._look_for_stop(len(self.text), marked, "", final=True)
+        return self.stopped
 
-    def _unmarked(self, stop: str, position: int) -> int:
-        """Returns a place of the text in which a stop string is looked for as one of the text."""
-        if self._marked is None or (stop, True) not in self._stops:
+    def _own_position(self, stop: str, position: int) -> int:
+        """Returns the position in the text of a position where a stop string is looked for."""
+        if self._marked is None or not self._stops[stop]:
             return position
         return self._marked.position_without_names(position)
 
@@ -316,22 +304,16 @@ class Detokenizer:
         An end that may become a stop string is held back until it cannot.
         """
         safe = len(self.text)
-        silent_stops = [one for one in self._stops if one[0] not in self._rules.stops.shown]
-        if not final and silent_stops:
-            safe = min(self._safe(stop, is_marked) for stop, is_marked in silent_stops)
         if not final:
-            waiting = self._rules.waiting.items()
-            safe = min([safe, *(self._unmarked(stop, at) for stop, at in waiting)])
+            ends = dict(self._rules.waiting)
+            for stop in self._stops.keys() - ends.keys() - self._rules.stops.shown:
+                marked = self._marked if self._stops[stop] else None
+                text = self.text if marked is None else marked.text
+                ends[stop] = len(text) - _overlap(text, stop)
+            safe = min([safe, *(self._own_position(stop, at) for stop, at in ends.items())])
         text = self.text[self.shown : safe]
         self.shown = max(self.shown, safe)
         return text
-
-    def _safe(self, stop: str, is_marked: bool) -> int:
-        """Returns the characters of the text that can no longer be part of this stop string."""
-        marked = self._marked if is_marked else None
-        if marked is None:
-            return len(self.text) - _overlap(self.text, stop)
-        return marked.position_without_names(len(marked.text) - _overlap(marked.text, stop))
 
 
 def _is_silent(tokenizer: Any, silent: Set[int], token: int) -> bool:
@@ -343,6 +325,22 @@ def _is_silent(tokenizer: Any, silent: Set[int], token: int) -> bool:
         return tokenizer.convert_ids_to_tokens(token) is None
     except IndexError:  # of tokenizers in Python
         return True
+
+
+def _decode(
+    tokenizer: Any,
+    is_silent: Callable[[int], bool],
+    ids: Sequence[int],
+    *,
+    skip_special_tokens: bool,
+) -> str:
+    """Returns the text of the ids that have one."""
+    spoken = [token for token in ids if not is_silent(token)]
+    return str(
+        tokenizer.decode(
+            spoken, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+    )
 
 
 def whole_characters(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:

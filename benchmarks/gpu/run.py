@@ -4,9 +4,9 @@ With --quick: correctness, and rounds of 8 rows; with --stages those that are na
 a part in one command. Uses the Python that runs it, installs nothing and needs no network. Every stage has a time limit; one that
 fails or is stopped does not keep the next ones from running. Where correctness was not shown, the figures are marked.
 
-Writes three files, DATE-DEVICE-gpu.json, .md and .log, rewritten after each stage, and traces of rounds, into $RESULTS (default:
-benchmarks/results; where that may not be, because the tree is no commit, into a temporary folder). Exit codes: 0 all stages
-passed, 1 not all, 3 no CUDA device, 4 packages are missing.
+Writes three files, DATE-DEVICE-gpu.json, .md and .log (without a card DATE-DEVICE-pretended-gpu), rewritten after each stage,
+and traces of rounds, into $RESULTS (default: benchmarks/results; where that may not be, because the tree is no commit, into a
+temporary folder). Exit codes: 0 all stages passed, 1 not all, 3 no CUDA device, 4 packages are missing.
 """
 
 from __future__ import annotations
@@ -201,15 +201,16 @@ def write(outcomes: Sequence[Outcome], machine: dict[str, Any], place: Path) -> 
     """Writes everything so far; returns the verdict as a page."""
     from provenance import write_results
 
-    table = verdicts(outcomes)
+    trial = bool(machine["trial"])
+    table = verdicts(outcomes, trial=trial)
     page = markdown(table, outcomes, machine)
-    stem = "-".join([machine["date"], *machine["device"].split(), "gpu"])
+    stem = "-".join([machine["date"], *machine["device"].split(), "pretended-gpu" if trial else "gpu"])
     told = [
         {"stage": o.stage.name, "what": o.stage.what, "result": o.result, "seconds": o.seconds, "reports": o.reports}
         for o in outcomes
     ]
     verdict = [{**vars(line), "verdict": line.word} for line in table]
-    log = "\n".join(f"── {o.stage.name}: {o.result}\n{o.output}" for o in outcomes)
+    log = "\n".join(f"── {o.stage.name}: {o.result}\n{o.output}" for o in outcomes).replace(str(ROOT), ".")
     report = {"measurement": "gpu", "machine": machine, "verdict": verdict, "stages": told}
     write_results(place / f"{stem}.json", report, pages={".md": page, ".log": log})
     return page

@@ -15,7 +15,7 @@ from stages import Outcome
 Report = Mapping[str, Any]
 Reports = Mapping[str, Sequence[Report]]
 """What each stage left, by its name."""
-UNVERIFIED, PARTLY = "kernels not verified", "kernels verified in part"
+UNVERIFIED, PARTLY, TRIAL = "kernels not verified", "kernels verified in part", "a trial"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Verdict:
 
     Attributes:
         measured: None where no stage has the figure.
-        doubt: `UNVERIFIED` or `PARTLY`, where not all proofs passed.
+        doubt: `UNVERIFIED` or `PARTLY`, where not all proofs passed; `TRIAL` where no card was there.
         otherwise: the word where it is not met.
     """
 
@@ -70,11 +70,15 @@ class Target:
         return Verdict(self.what, wanted, self.form.format(value), met, doubt, self.otherwise)
 
 
-def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """The whole table: the stages that prove something, then the figures."""
+def verdicts(outcomes: Sequence[Outcome], *, trial: bool = False) -> list[Verdict]:
+    """The whole table: the stages that prove something, then the figures.
+
+    Args:
+        trial: True on a device whose figures say nothing.
+    """
     proofs = [outcome for outcome in outcomes if outcome.stage.proves]
     reports = {outcome.stage.name: outcome.reports for outcome in outcomes}
-    doubt = doubt_of(proofs)
+    doubt = TRIAL if trial else doubt_of(proofs)
     return [proved(proof) for proof in proofs] + [target.verdict(reports, doubt) for target in TARGETS]
 
 

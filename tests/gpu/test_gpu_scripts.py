@@ -332,7 +332,7 @@ def test_a_run_ends_with_a_verdict_whatever_happened(
     report = json.loads(files[".json"])
     assert [stage["stage"] for stage in report["stages"]] == ["kernels", "passes"]
     assert "| what kernels does | passes | failed, exit code 1 | missed |" in files[".md"]
-    assert "| 0.90 | met, but kernels not verified |" in files[".md"]
+    assert "| 0.90 | met, but a trial |" in files[".md"]
     assert "not measured" in files[".md"]
     assert files[".md"].startswith("**Tiny shapes on a CPU")
     assert files[".md"] in capsys.readouterr().out
@@ -440,6 +440,8 @@ def test_the_verdict_says_what_was_met(script: Any) -> None:
     assert words["kernels"] == "missed"
     assert words["tokens per second against Transformers, batch 8"] == "met, but kernels not verified"
     assert script.verdicts(outcomes[1:])[0].doubt == script.UNVERIFIED  # nothing was proved either
+    words = {verdict.what: verdict.word for verdict in script.verdicts(outcomes, trial=True)}
+    assert words["tokens per second against Transformers, batch 8"] == "met, but a trial"
     page = script.markdown(script.verdicts(outcomes), outcomes, {"date": "today", "device": "one"})
     assert page.count("\n| ") == len(found) + len(outcomes) + 2
 

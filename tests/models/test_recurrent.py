@@ -487,6 +487,23 @@ def test_a_row_whose_states_are_nan_ends_alone(family: str) -> None:
     assert others == expected(family)
 
 
+@torch.inference_mode()
+def test_zeros_for_states_and_inputs_that_are_not_finite() -> None:
+    """The inputs, too, which follow the base state again once a draft is taken back."""
+    runner = target("lfm2").fork()
+    runner.memory.reserve(1, 12)
+    ids = torch.tensor([list(prompt(8))])
+    runner.feed([0], ids[:, :3], [3], want_logits=False)
+    runner.feed([0], ids[:, 3:7], [4])
+    cache_ = runner.cache
+    assert isinstance(cache_, StateCache)
+    both = [*cache_.states_of(0), *cache_._row_states[0].inputs.values()]
+    for value, tensor in zip((torch.nan, torch.inf), both, strict=True):
+        tensor[-1, -1] = value
+    cache_.zero_non_finite(0)
+    assert all(bool(tensor.isfinite().all()) and tensor.any() for tensor in both)
+
+
 # ── what it costs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

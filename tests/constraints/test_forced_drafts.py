@@ -323,6 +323,10 @@ def test_habits_are_of_one_model_and_do_not_grow_without_end(monkeypatch: pytest
     assert habits.after(3) == (-1, 0.0)
     habits.learn([3, 4])
     assert habits.after(1) == (-1, 0.0)
+    habits.learn([1, 2])
+    assert habits.after(1) == (-1, 0.0)  # once is no habit
+    habits.learn([1, 2, 1, 2])
+    assert habits.after(1) == (2, 0.75)  # the counts that began anew begin without pairs
 
 
 # ── joined with others ──────────────────────────────────────────────────────────────────────────────────────────────

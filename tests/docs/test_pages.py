@@ -60,6 +60,16 @@ def test_an_example_of_the_design_runs(line: int, source: str, monkeypatch: pyte
     exec(compile("\n" * (line - 1) + source, os.fspath(DESIGN), "exec", dont_inherit=True), {"__name__": "example"})
 
 
+def test_the_page_names_every_drafter_that_is_refused_by_its_kind() -> None:
+    """With what shows it, and the drafter to take in its place."""
+    page = (DOCS / "reference" / "drafters.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+ \| `\w+:DIR`) \|$", page, re.MULTILINE))
+    assert list(rows) == [kind for kind, *_ in registry.UNSUPPORTED]
+    for kind, _, marks, instead in registry.UNSUPPORTED:
+        assert rows[kind].endswith(f"`{instead}:DIR`")
+        assert all(f"`{mark}`" in rows[kind] for mark in marks)
+
+
 # ── commands ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

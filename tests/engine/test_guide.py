@@ -266,6 +266,7 @@ def test_what_a_guide_cannot_hold_is_refused_and_ends_rows() -> None:
     assert row.new_tokens == 4
     for settings, words in (
         ({"negative_prompt": (9,), "guidance": 0.5}, r"negative prompt ids must be in 0\.\.6"),
+        ({"negative_prompt": (1, 9, 2), "guidance": 0.5}, r"negative prompt ids must be in 0\.\.6 for .*, got 9"),
         ({"negative_prompt": (1,), "guidance": 0.0}, "negative_prompt goes with guidance"),
         ({"positive_prompt": (1,), "guidance": 0.0}, "positive_prompt goes with guidance"),
         ({"positive_prompt": (1,), "guidance": 0.5}, "positive_prompt needs an expert"),

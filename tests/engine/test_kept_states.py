@@ -104,7 +104,10 @@ def test_later_prompts_have_the_bits_of_those_without_memory(family: str, k: int
     assert restored(plain) == 0
 
 
-@pytest.mark.parametrize("family", ["lfm2", "jamba"])
+@pytest.mark.parametrize(
+    "family",
+    ["lfm2", "jamba", *(pytest.param(each, marks=pytest.mark.slow) for each in sorted({*RECURRENT} - {"lfm2", "jamba"}))],
+)
 def test_a_state_of_other_tokens_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: the states after the first block are taken for those after all restored ones."""
     real = KeptStates._restore

@@ -17,7 +17,10 @@ from shoal.testing import tiny_tokenizer
 
 @dataclass(frozen=True)
 class Layout:
-    """How weights are stored; `size` is the inputs of a group, 0 for a group an output."""
+    """How weights are stored; `size` is the inputs of a group, 0 for a group an output.
+
+    `writer` is the program of GPTQ that `meta` names; gptqmodel takes the one from zero points in whole words.
+    """
 
     method: str
     bits: int = 8
@@ -25,6 +28,7 @@ class Layout:
     symmetric: bool = True
     form: str = "pack-quantized"
     scales: torch.dtype = torch.float16
+    writer: str = ""
 
     @property
     def name(self) -> str:
@@ -36,7 +40,7 @@ class Layout:
         if self.method == "gptq":
             return {
                 "quant_method": "gptq", "bits": self.bits, "group_size": self.size or -1, "desc_act": False, "sym": self.symmetric,
-                "checkpoint_format": self.form,
+                "checkpoint_format": self.form, "meta": {"quantizer": [self.writer]} if self.writer else None,
             }  # fmt: skip
         if self.method == "auto-round":
             return {
@@ -83,9 +87,13 @@ def quantised(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, T
 
 def gptq_parts(layout: Layout, numbers: Tensor, zeros: Tensor, scales: Tensor) -> dict[str, Tensor]:
     inputs, less = numbers.shape[1], int(layout.form in ("gptq", "auto_round:auto_gptq"))
+    each = 0 if layout.writer else less
+    points = in_words((zeros.t() - each) % (1 << layout.bits), layout.bits)
+    if layout.writer:  # the words as whole numbers
+        points -= less * sum(1 << place for place in range(0, 32, layout.bits))
     return {
         "qweight": in_words(numbers, layout.bits).t().contiguous(),
-        "qzeros": in_words((zeros.t() - less) % (1 << layout.bits), layout.bits),
+        "qzeros": points,
         "scales": scales.t().contiguous(),
         "g_idx": (torch.arange(inputs) // (layout.size or inputs)).to(torch.int32),
     }

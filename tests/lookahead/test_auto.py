@@ -853,6 +853,48 @@ def test_what_was_invested_in_prompts_is_paid_by_gains_or_taken_from_the_account
     assert credit.seconds == MOST
 
 
+def test_an_account_is_of_one_run() -> None:
+    """Invested seconds, the first credit, each of several plain rounds, and the bound by the longest of them."""
+    credit = Credit()
+    credit.follow([1, 2], float)
+    credit.plain(1.0, rounds=3)
+    assert credit.run.seconds == 3.0
+    assert credit.seconds == pytest.approx(FIRST + 3 * SHARE)
+    credit.run.add(rounds_of([0, 0], rounds=3))
+    credit.invest(2.0)
+    assert (credit.run.seconds, credit.invested) == (5.0, 2.0)
+    credit.follow([3], float)  # 3 rounds of two rows, of 2 s each by these prices: a second less than were spent
+    assert credit.invested == 0
+    assert credit.seconds == pytest.approx(min(FIRST + 3 * SHARE - 2, FIRST + 1 + 5 * SHARE))
+    for seconds in (4.0, 1.0):  # the longest round of the run counts
+        credit.drafted(seconds, 1.0, 999.0)
+        assert credit.seconds == 4 * MOST
+    credit.run.whole = False
+    credit.follow([4], float)
+    credit.drafted(1.0, 1.0, 0.0)
+    assert credit.seconds == MOST
+
+
+def test_what_may_be_invested_and_tried() -> None:
+    credit = Credit()
+    credit.plain(1.0)
+    credit.seconds = 2.0
+    for invested, allowed in ((MOST + 1, True), (MOST + 2, True), (MOST + 2.1, False)):
+        credit.invested = invested
+        assert credit.allows_plans is allowed
+    for seconds, cost, allowed in ((FIRST, 0.1, False), (FIRST + 1, 1.0, True), (MOST, 99.0, True), (MOST - 1, 99.0, False)):
+        credit.seconds = seconds
+        assert credit.allows_trial(cost, 1.0) is allowed
+
+
+def test_a_wait_is_as_many_rounds_as_it_says() -> None:
+    backoff = Backoff()
+    for length in (1, 3, 7):
+        backoff.extend(8)
+        assert backoff.left == length
+        assert [backoff.is_over(8) for _ in range(length + 1)] == [False] * length + [True]
+
+
 def test_credit_bounds_what_is_lost_whatever_drafts_cost() -> None:
     """Against the worst of plans: one that promises gains for ever, and rounds that cost twice what they should."""
     credit, lost, rounds = Credit(), 0.0, 20_000

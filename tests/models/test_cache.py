@@ -18,6 +18,7 @@ from shoal.errors import InternalError
 from shoal.models import loading
 from shoal.models.attention import Masks
 from shoal.models.cache import Plan, SlotCache
+from shoal.models.cache.mixing import HeldStates
 from shoal.models.cache.pass_plan import PACK_FROM
 from shoal.models.cache.row_store import zeros
 from shoal.models.runner import Runner
@@ -160,6 +161,14 @@ def test_zeros_of_a_tail_whose_beginning_is_shared(cache: SlotCache) -> None:
         assert all(torch.equal(tensor, was) for tensor, was in zip(now[2:], old[2:], strict=True))
     cache.zero_tail(0, 0)
     assert not any(tensor[0].any() for now in cache.stores() for tensor in now[:2])
+
+
+def test_states_behind_tokens_that_are_taken_back_are_forgotten(cache: SlotCache) -> None:
+    for on, left in ((False, [2, 3, 4]), (True, [2, 3])):
+        cache.marks.on = on
+        cache.marks.put(1, [HeldStates(length, {}) for length in (2, 3, 4)])
+        cache.rollback(1, 3)
+        assert [mark.length for mark in cache.marks.of(1)] == left
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

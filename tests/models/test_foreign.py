@@ -197,6 +197,63 @@ def test_fp8_is_read_by_its_blocks(tmp_path: Path) -> None:
     agrees(tmp_path, right)
 
 
+def in_blocks(rows: int, columns: int) -> Callable[[str, Tensor], Tensors]:
+    """Blocks of any size; the last one of a side is what is left of it."""
+
+    def form(name: str, weight: Tensor) -> Tensors:
+        scale = (
+            torch.stack([torch.stack([part.abs().max() for part in row.split(columns, 1)]) for row in weight.split(rows)])
+            / 448
+        )
+        stored = weight / wide(scale, weight, rows, columns)
+        return {name: stored.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+
+    return form
+
+
+def wide(scale: Tensor, weight: Tensor, rows: int, columns: int) -> Tensor:
+    whole = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return whole[: weight.shape[0], : weight.shape[1]]
+
+
+FP8_BLOCKS = [(16, 16), (8, 16), (16, 8), (128, 128), (1, 16)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Transformers computes in fp8 there")
+@pytest.mark.parametrize("sizes", FP8_BLOCKS, ids=str)
+def test_fp8_blocks_of_any_size_are_read(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """With layers that are not converted, by name, and without the entry where blocks are the usual ones."""
+    form, kept = in_blocks(*sizes), "model.layers.0.mlp.up_proj"
+    named = ["lm_head", kept, "model.layers.1.mlp"]  # of which the last is converted all the same
+    config = {"quant_method": "fp8", "weight_block_size": list(sizes), "modules_to_not_convert": named}
+    if sizes == (128, 128):
+        del config["weight_block_size"]
+    right = save_quantised(tmp_path, config, lambda name, one: {name: one} if kept in name else form(name, one))
+    for name, weight in right.items():
+        if name.endswith("proj.weight") and kept not in name:
+            stored, scale = form(name, weight).values()
+            right[name] = stored.float() * wide(scale, weight, *sizes)
+    agrees(tmp_path, right)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Transformers computes in fp8 there")
+def test_fp8_blocks_that_are_cut_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """48 features in blocks of 32 and 16 would be read as two blocks of 24."""
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    right = save_quantised(tmp_path, config, in_blocks(32, 32))
+    with pytest.raises(
+        UnsupportedModel, match=r"by fp8, .*blocks of \[32, 32\] do not part its .*mlp.* 2 blocks of 24; take the"
+    ):
+        shoal.load(tmp_path, dtype="float32")
+    monkeypatch.setattr(pretrained, "require_even_blocks", lambda *_: None)
+    with shoal.load(tmp_path, dtype="float32") as pair:
+        found = pair.target.hf.state_dict()["model.layers.0.mlp.up_proj.weight"]
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored, scale = in_blocks(32, 32)(name, right[name]).values()
+    meant = stored.float() * wide(scale, right[name], 32, 32)
+    assert (found - meant).abs().max() > 0.1 > (right[name] - meant).abs().max()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Transformers may compute in mxfp4 there")
 def test_mxfp4_is_read_by_its_blocks(tmp_path: Path) -> None:
     tiny_model("gpt-oss", hidden_size=32, intermediate_size=32).save_pretrained(tmp_path)

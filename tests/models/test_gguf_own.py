@@ -6,7 +6,7 @@ Tests of: models.gguf.own, models.gguf.contents, models.weights.groups.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -360,18 +360,107 @@ def test_files_that_say_what_the_kernels_do_not_compute_are_left_to_llama_cpp(
     assert reason in notes["reason"]
 
 
-def test_a_tensor_that_the_kernels_do_not_know_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    require_llama()
+def set_tensor(name: str, **changes: int) -> Callable[[own.Header], None]:
+    """Another kind, start or size of a tensor; none of it for no tensor."""
 
-    class WithGate(own.Header):
+    def change(header: own.Header) -> None:
+        if changes:
+            header.tensors[name] = header.tensors.get(name, header.tensors["blk.0.ffn_gate.weight"])._replace(**changes)
+        else:
+            del header.tensors[name]
+
+    return change
+
+
+def set_value(key: str, value: Any) -> Callable[[own.Header], None]:
+    """Another value; None for a list of a key that is there."""
+
+    def change(header: own.Header) -> None:
+        real, there = header.value, header.has
+        header.value = lambda each: value if each == key else real(each)  # type: ignore[method-assign]
+        header.has = lambda each: each == key or there(each)  # type: ignore[method-assign]
+
+    return change
+
+
+IQ2_XXS, Q4_0, Q4_K = 16, 2, 12
+"""Numbers of `ggml_type`."""
+LEFT = {
+    "another family": (set_value("general.architecture", "gemma3"), "the kernels do not know the family gemma3"),
+    "a length that is a list": (set_value("qwen3.feed_forward_length", None), "it has no number qwen3.feed_forward_length"),
+    "heads by layer": (set_value("qwen3.attention.head_count_kv", None), "it has no number qwen3.attention.head_count_kv"),
+    "a matrix is not there": (set_tensor("blk.1.ffn_up.weight"), "it has no tensor blk.1.ffn_up.weight"),
+    "no embeddings": (set_tensor("token_embd.weight"), "it has no tensor token_embd.weight"),
+    "no last norm": (set_tensor("output_norm.weight"), "it has no tensor output_norm.weight"),
+    "norms of heads are not there": (set_tensor("blk.0.attn_q_norm.weight"), "it lacks tensors of its family"),
+    "the file is cut in a matrix": (set_tensor("blk.1.ffn_up.weight", start=1 << 40), "the file ends before its tensors do"),
+    "the file is cut in a norm": (set_tensor("output_norm.weight", start=1 << 40), "the file ends before its tensors do"),
+    "another format": (
+        set_tensor("token_embd.weight", kind=IQ2_XXS), "the kernels do not know the format of its tensor token_embd.weight",
+    ),
+    "a row within a block": (
+        set_tensor("blk.0.ffn_down.weight", kind=Q4_K), "a row of its tensor blk.0.ffn_down.weight ends inside a block",
+    ),
+    "one quantised matrix": (set_tensor("blk.0.ffn_up.weight", kind=Q4_0), "only some of its matrices are quantised"),
+    "a quantised norm": (set_tensor("output_norm.weight", kind=Q4_0), "its tensor output_norm.weight is quantised"),
+    "rows that are not the layer's": (
+        set_tensor("blk.1.attn_v.weight", size=64 * 64 * 4), "its tensor blk.1.attn_v.weight has 64 rows, and its layer 32",
+    ),
+    "a head of another vocabulary": (
+        set_tensor("output.weight", size=64 * 64 * 4), f"its tensor output.weight has 64 rows, and its layer {len(TOKENS)}",
+    ),
+    "a norm of another width": (
+        set_tensor("output_norm.weight", size=32 * 4), "its tensor output_norm.weight has 32 rows, and its layer 64",
+    ),
+    "a bias of another width": (
+        set_tensor("blk.0.attn_q.bias", kind=0, size=32 * 4), "its tensor blk.0.attn_q.bias has 32 rows, and its layer 64",
+    ),
+    "another tensor": (
+        set_tensor("blk.0.ffn_gate_inp.weight", kind=0), "its tensor blk.0.ffn_gate_inp.weight is none that the kernels know",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_file_that_the_kernels_do_not_compute_is_left_with_the_reason(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_llama()
+    change, reason = LEFT[name]
+
+    class Changed(own.Header):
         def __init__(self, file: Path) -> None:
             super().__init__(file)
-            self.tensors["blk.0.ffn_gate_inp.weight"] = self.tensors["blk.0.ffn_gate.weight"]
+            change(self)
 
-    monkeypatch.setattr(own, "Header", WithGate)
-    made, notes = own_model(write_gguf(tmp_path / "tiny.gguf", tiny_gguf_model()), "cpu", exact=False)
-    assert made is None
-    assert "its tensor blk.0.ffn_gate_inp.weight is none" in notes["reason"]
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_gguf_model())
+    assert own_model(file, "cpu", exact=False)[0] is not None
+    monkeypatch.setattr(own, "Header", Changed)
+    assert own_model(file, "cpu", exact=False) == (None, {"reason": reason})
+
+
+def test_a_vocabulary_that_llama_cpp_does_not_read(tmp_path: Path) -> None:
+    require_llama()
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_gguf_model(), pre="none that is known")
+    assert own_model(file, "cpu", exact=False) == (None, {"reason": f"{file}: llama.cpp cannot read its vocabulary"})
+
+
+@pytest.mark.parametrize(
+    ("device", "gone", "reason"),
+    [
+        ("cpu", "gcc is not there", "there are no kernels in C: gcc is not there"),
+        ("cuda", None, "device='cuda', and llama.cpp was built for more than the CPU"),
+        ("auto", None, "device='auto', and llama.cpp was built for more than the CPU"),
+    ],
+)
+def test_machines_on_which_llama_cpp_computes_all_files(
+    device: str, gone: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the file is looked at."""
+    require_llama()
+    monkeypatch.setattr(own, "missing", lambda: gone)
+    monkeypatch.setattr(own.library(), "llama_supports_gpu_offload", lambda: True)
+    assert own_model(tmp_path / "none.gguf", device, exact=False) == (None, {"reason": reason})
 
 
 class Facts:

@@ -32,6 +32,7 @@ by_no_package = pytest.mark.skipif(
 )
 PROMPTS = ([5, 9, 70, 33, 12], [7], [40, 41, 42, 40, 41, 42, 40, 41])
 COMPRESSED = "compressed-tensors"
+Q = "model.layers.1.self_attn.q_proj"
 LAYOUTS = (
     Layout(COMPRESSED),
     Layout(COMPRESSED, size=0, scales=torch.bfloat16),
@@ -103,15 +104,122 @@ def test_a_word_of_awq_holds_outputs_in_its_own_order() -> None:
     assert grouped_checkpoints._in_order(grouped_checkpoints._numbers(word, 4)).tolist() == [list(range(8))]
 
 
-def test_a_zero_point_of_0_is_stored_by_gptq_as_the_largest_number(tmp_path: Path) -> None:
-    """As that of a group whose weights are all positive."""
-    layout, model = Layout("gptq", 4, size=16, symmetric=False, form="gptq"), model_of()
+def with_zero_points_of_0(place: Path, layout: Layout) -> Any:
+    """A checkpoint with groups whose weights are all positive, in one output of four."""
+    model = model_of()
     with torch.no_grad():
-        model.get_submodule(Q).weight[:, :16].abs_()
-    stock = write_grouped(tmp_path, model, layout)
-    assert int((load_file(tmp_path / "model.safetensors")[f"{Q}.qzeros"][0] & 15).max()) == 15
+        model.get_submodule(Q).weight[::4, :16].abs_()
+    return write_grouped(place, model, layout)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("form", "writer"), [("gptq", "gptqmodel:5.8.0"), ("gptq_v2", "gptqmodel:5.8.0"), ("gptq_v2", "")])
+def test_zero_points_of_0_are_read_as_their_writer_stores_them(form: str, writer: str, bits: int, tmp_path: Path) -> None:
+    """gptqmodel's one borrows from the zero point beside it: read each by itself, that would be one less."""
+    layout = Layout("gptq", bits, size=16, symmetric=False, form=form, writer=writer)
+    stock = with_zero_points_of_0(tmp_path, layout)
     with shoal.load(tmp_path, "suffix") as found:
-        assert torch.equal(dense(found.target.hf.get_submodule(Q)), stock.get_submodule(Q).weight)
+        for name, layer in found.target.hf.named_modules():
+            if isinstance(layer, GroupLinear):
+                assert torch.equal(dense(layer), stock.get_submodule(name).weight)
+
+
+@by_no_package
+@pytest.mark.parametrize("writer", ["", "auto_gptq:0.7.1"])
+def test_zero_points_of_0_of_other_writers_are_refused(writer: str, tmp_path: Path) -> None:
+    """Two readings of them differ. Where none is 0 they agree."""
+    with_zero_points_of_0(tmp_path / "zero", Layout("gptq", 4, size=16, symmetric=False, form="gptq"))
+    write_grouped(tmp_path / "none", model_of(), Layout("gptq", 4, size=16, form="gptq"))
+    for place in (tmp_path / "zero", tmp_path / "none"):
+        config = json.loads((place / "config.json").read_text())
+        config["quantization_config"]["meta"] = {"quantizer": writer}
+        (place / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=f"of its {Q} a zero point is 0, which programs store in several ways"):
+        shoal.load(tmp_path / "zero")
+    with shoal.load(tmp_path / "none") as model:
+        assert model.loaded["target"]["weights"].startswith("14 in groups")
+
+
+@pytest.mark.parametrize(
+    ("form", "fields"),
+    [
+        ("gptq_v2", {"checkpoint_format": None, "format": "gptq_v2"}),
+        ("gptq_v2", {"format": "gptq"}),
+        ("gptq_v2", {"checkpoint_format": "GPTQ_V2"}),
+        ("gptq", {"checkpoint_format": None}),
+        ("gptq", {"checkpoint_format": None, "format": "gptq", "pack_dtype": "int32", "is_marlin_format": False}),
+        ("gptq", {"desc_act": True, "static_groups": False, "lm_head": False, "sym": True}),
+        ("gptq", {"desc_act": True, "group_size": -1}),
+    ],
+)
+def test_entries_that_name_the_format_of_gptq(form: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """By whichever entry a release names it; what the tensors say themselves is read from them."""
+    layout = Layout("gptq", size=0 if fields.get("group_size") else 32, symmetric=False, form=form)
+    stock = changed_entry(tmp_path, fields, layout)
+    with shoal.load(tmp_path, "suffix") as found:
+        layers = {n: m for n, m in found.target.hf.named_modules() if isinstance(m, GroupLinear)}
+        assert len(layers) == 14
+        assert all(torch.equal(dense(layer), stock.get_submodule(name).weight) for name, layer in layers.items())
+
+
+def changed_entry(place: Path, fields: dict[str, Any], layout: Layout) -> Any:
+    """Changes entries of the quantization_config; None takes one away. Returns the model that is meant."""
+    stock = write_grouped(place, model_of(), layout)
+    config = json.loads((place / "config.json").read_text())
+    entry = {**config["quantization_config"], **fields}
+    config["quantization_config"] = {name: value for name, value in entry.items() if value is not None}
+    (place / "config.json").write_text(json.dumps(config))
+    return stock
+
+
+@pytest.mark.parametrize("method", ["gptq", COMPRESSED])
+def test_layers_of_several_sizes_in_one_checkpoint(method: str, tmp_path: Path) -> None:
+    """Overrides by module (`dynamic`), or several groups of schemes with layers left out (`ignore`): each as its tensors say."""
+    many = "gptq" if method == "gptq" else "pack-quantized"
+    layouts = {
+        "q_proj": Layout(method, 4, size=16, symmetric=False, form="gptq_v2" if method == "gptq" else many),
+        "down_proj": Layout(method, 8, size=64, form="gptq_v2" if method == "gptq" else "int-quantized"),
+        "proj": Layout(method, 8, size=0, form="gptq_v2" if method == "gptq" else many),
+    }
+    left_out = "model.layers.0.self_attn.k_proj"
+    model, first = model_of(), True
+    tensors: dict[str, Tensor] = {}
+    for end, layout in layouts.items():
+        others = [each for each in layouts if each != end and len(each) > len(end)]
+
+        def takes(name: str, end: str = end, others: list[str] = others) -> bool:
+            return name != left_out and name.endswith(end) and not any(name.endswith(each) for each in others)
+
+        model = write_grouped(tmp_path, model, layout, takes)
+        stored = load_file(tmp_path / "model.safetensors")
+        taken = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and takes(name)]
+        tensors |= {name: each for name, each in stored.items() if first or name.rpartition(".")[0] in taken}
+        for name in taken:
+            if f"{name}.weight" not in stored:
+                tensors.pop(f"{name}.weight", None)
+        first = False
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    if method == "gptq":
+        entry = config["quantization_config"]
+        entry["dynamic"] = {r"+:.*\.q_proj": {"bits": 4, "group_size": 16}, r"-:.*\.0\.self_attn\.k_proj": {}}
+    else:
+        entry = layouts["proj"].config | {"format": "mixed-precision", "ignore": ["lm_head", left_out, "re:.*norm"]}
+        entry["config_groups"] = {
+            f"group_{i}": layout.config["config_groups"]["group_0"] | {"targets": [f"re:.*{end}$"], "format": layout.form}
+            for i, (end, layout) in enumerate(layouts.items())
+        }
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+    with shoal.load(tmp_path, "suffix") as found:
+        layers = {n: m for n, m in found.target.hf.named_modules() if isinstance(m, GroupLinear)}
+        assert len(layers) == 13
+        assert left_out not in layers
+        for name, layer in layers.items():
+            assert torch.equal(dense(layer), model.get_submodule(name).weight), name
+        assert torch.equal(found.target.hf.get_submodule(left_out).weight, model.get_submodule(left_out).weight)
+        said = found.generate(PROMPTS, 2, temperature=0, max_new_tokens=24, eos=(), lookahead=3)
+    for prompt, output in zip(PROMPTS, said, strict=True):
+        assert [list(sample.token_ids) for sample in output.samples] == [greedy(model, prompt, 24)] * 2
 
 
 def test_layers_in_groups_and_a_head_in_floats_make_one_call_of_the_decoder(
@@ -197,7 +305,15 @@ def written(place: Path, layout: Layout, **fields: Any) -> Path:
         (0, {"quantization_status": "frozen"}, "quantization_status is frozen"),
         (0, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
         (6, {"bits": 3}, "3 bits"),
+        (6, {"bits": 2}, "2 bits"),
         (6, {"checkpoint_format": "marlin"}, "marlin is another order"),
+        (6, {"is_marlin_format": True}, "marlin is another order"),
+        (6, {"checkpoint_format": None, "format": "bitblas"}, "bitblas is another order"),
+        (6, {"pack_dtype": "int16"}, "pack_dtype int16 is another order"),
+        (6, {"pack_dtype": "torch.int64"}, "pack_dtype int64 is another order"),
+        (10, {"version": None, "format": "gemv_fast"}, "its version gemv_fast is another order"),
+        (10, {"backend": "llm-awq"}, "its version llm-awq is another order"),
+        (10, {"pack_dtype": "int16"}, "pack_dtype int16 is another order"),
         (10, {"version": "gemv"}, "its version gemv is another order"),
         (10, {"bits": 8}, "8 bits, and AWQ's order is that of 4"),
         (12, {"packing_format": "auto_round:marlin"}, "packing_format auto_round:marlin is another order"),
@@ -227,9 +343,6 @@ def test_options_that_the_groups_do_not_take_are_named(options: dict[str, Any], 
     write_grouped(tmp_path, model_of(), LAYOUTS[0])
     with pytest.raises(UnsupportedModel, match=rf"do not take it \({reason}.*compressed"):
         shoal.load(tmp_path, **options)
-
-
-Q = "model.layers.1.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(

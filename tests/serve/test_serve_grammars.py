@@ -159,7 +159,10 @@ def test_a_process_that_takes_too_much_is_ended(work: str, outcome: str, why: st
     ended = subprocess.run(
         [sys.executable, "-c", PROBING, work], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
-    assert ast.literal_eval(ended.stdout) == {"outcome": outcome, "why": why}
+    result = ast.literal_eval(ended.stdout)
+    seconds = result.pop("seconds")
+    assert result == {"outcome": outcome, "why": why}
+    assert (seconds > 0.9) == ("iter" in work)
 
 
 def test_a_reading_that_nobody_waits_for_is_ended(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +200,75 @@ def test_a_reading_that_nobody_waits_for_is_ended(fresh: Any, monkeypatch: pytes
 
     asyncio.run(abandoned())
     assert sorted(outcomes) == ["left", "ok", "ok", "ok"]
+
+
+SIEVE = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (97, 89, 7)]}
+"""It takes some tenths of a second to compile."""
+
+
+class Compilations:
+    """The compilations behind the trials: those of multiples wait for `go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.begun, self.threads = threading.Event(), list[str](), dict[str, int]()
+        real = reading.Grammars._read
+
+        def read(grammars: Any, grammar: Grammar, **limits: int) -> Any:
+            self.begun.append(grammar.text)
+            self.threads[grammar.text] = threading.get_ident()
+            if "multipleOf" in grammar.text:
+                assert self.go.wait(2 * TIMEOUT_SECONDS)
+            return real(grammars, grammar, **limits)
+
+        monkeypatch.setattr(reading.Grammars, "_read", read)
+
+
+def test_abandoned_compilations_delay_no_quick_one(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of hard schemas end, and their clients leave while they are compiled in the server's own process."""
+    compilations = Compilations(monkeypatch)
+    hard = [Grammar("json_schema", json.dumps({**SIEVE, "maximum": 10**9 + number})) for number in range(4)]
+    easy = [Grammar("json_schema", json.dumps({"type": "integer", "maximum": number})) for number in (5, 6)]
+    tried = counted(monkeypatch, reading.Grammars, "compilation")
+
+    async def abandoned() -> None:
+        reader = GrammarReader(fresh, VOCABULARY)
+        clients = [asyncio.ensure_future(reader.read(grammar, None)) for grammar in hard]
+        while len(tried) < len(hard):
+            await asyncio.sleep(0.01)
+        assert (await reader.read(easy[0], TIMEOUT_SECONDS)).starts, "behind compilations that others wait for"
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        assert (await reader.read(easy[1], TIMEOUT_SECONDS)).starts, "behind compilations that nobody waits for"
+        assert not compilations.go.is_set()
+        compilations.go.set()
+        assert (await reader.read(hard[-1], TIMEOUT_SECONDS)).starts, (
+            "one that was cancelled is compiled for the next client"
+        )
+        reader.close()
+
+    try:
+        asyncio.run(abandoned())
+    finally:
+        compilations.go.set()
+    assert len(compilations.begun) == 4, "of the abandoned ones only that which had begun goes on"
+    assert compilations.begun[1:] == [easy[0].text, easy[1].text, hard[-1].text]
+    threads = compilations.threads
+    assert threads[easy[0].text] == threads[easy[1].text] != threads[hard[-1].text]
+
+
+def test_a_caller_outlives_the_client_that_cancels_its_compilation(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compilations, known = Compilations(monkeypatch), grammars_of(fresh, VOCABULARY)
+    first, second = (Grammar("json_schema", json.dumps({"type": "integer", "multipleOf": number})) for number in (2, 3))
+    running: Any = known.compilation(first, {}, hard=True)
+    queued: Any = known.compilation(second, {}, hard=True)
+    waiting, made = in_background(lambda: known.constraint(second))
+    eventually(lambda: bool(queued._condition._waiters))
+    assert queued.cancel()
+    compilations.go.set()
+    waiting.join(TIMEOUT_SECONDS)
+    assert made[0].starts
+    assert running.result().starts
 
 
 def test_a_trial_ends_with_its_server() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -197,6 +198,21 @@ def lines_of_a(ids: tuple[int, ...]) -> Any:
     scores = torch.zeros(VOCABULARY)
     scores[feed if ids[-1] == letter else letter] = 20.0
     return scores
+
+
+def test_a_text_that_time_ends_has_no_part_of_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, clock, late = tuple(tiny_tokenizer().encode("a\na\na", add_special_tokens=False)), time.perf_counter, [0.0]
+
+    def slow(ids: tuple[int, ...]) -> Any:
+        late[0] = max(late[0], 999.0 * (ids[-5:] == begun))
+        return lines_of_a(ids)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
+    with served(pair(slow), max_tokens=64) as lines:
+        answer = asked(lines, VSCODE | {"n_predict": 64, "align": False, "temperature": 0}).json()
+    assert answer["stop_type"] == "limit"
+    assert answer["content"] in {"\n".join("a" * count) for count in range(2, 9)}
+    assert len(answer["content"]) < answer["tokens_predicted"] < 64
 
 
 def test_a_row_that_an_indent_ends_is_cancelled() -> None:

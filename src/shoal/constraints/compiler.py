@@ -1,5 +1,5 @@
-"""Compiles grammars for a tokenizer by llguidance (the extra `grammar`), each once, on a thread
-with a large stack.
+"""Compiles grammars for a tokenizer by llguidance (the extra `grammar`), each once, on threads with
+large stacks.
 
 The end of a text is one more symbol of llguidance's alphabet, beyond the tokenizer's and the
 model's own. llguidance gets the alphabet in bytes (`shoal.constraints.token_bytes`): if it reads a
@@ -13,8 +13,9 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -143,7 +144,7 @@ class Grammars:
         self._special = {
             token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special
         }
-        self._lock = threading.Lock()
+        self._lock, self._bounds_lock = threading.Lock(), threading.Lock()
         self._bounds: dict[Any, Any] = {}
         self._reading: OrderedDict[Grammar, Future[GrammarConstraint]] = OrderedDict()
         self._alive: weakref.WeakValueDictionary[Grammar, GrammarConstraint] = (
@@ -164,18 +165,35 @@ class Grammars:
             RequestError: a schema, expression or grammar is wrong, has a part that llguidance does
                 not know, or exceeds the limits from the start.
         """
+        while True:
+            with suppress(CancelledError):
+                made = self.compilation(grammar, limits)
+                return made if isinstance(made, GrammarConstraint) else made.result()
+
+    def compilation(
+        self, grammar: Grammar, limits: Mapping[str, int], hard: bool = False
+    ) -> GrammarConstraint | Future[GrammarConstraint]:
+        """Returns the compiled grammar, or its compilation, which can be cancelled until it begins.
+
+        Args:
+            grammar: the grammar.
+            limits: see `constraint`.
+            hard: it takes long, and waits with others of its kind for a thread of their own.
+        """
         with self._lock:
             known = self.known(grammar)
             if known is not None:
                 if grammar in self._reading:
                     self._reading.move_to_end(grammar)
                 return known
-            reading = self._reading.get(grammar) or reader().submit(self._read, grammar, **limits)
+            reading = self._reading.get(grammar)
+            if reading is None or reading.cancelled():
+                reading = reader(hard).submit(self._read, grammar, **limits)
             self._reading[grammar] = reading
             self._reading.move_to_end(grammar)
             if len(self._reading) > KEPT:
                 self._reading.popitem(last=False)
-        return reading.result()
+            return reading
 
     def known(self, grammar: Grammar) -> GrammarConstraint | None:
         """Returns the compiled grammar, or None if it has not been compiled."""
@@ -202,7 +220,8 @@ class Grammars:
         """Compiles a grammar: its matcher, and for JSON the matcher of the numbers."""
         starts = [self._new_matcher(grammar, self.source(grammar), **limits)]
         if grammar.kind not in ("regex", "lark"):
-            starts.append(self._numbers(grammar).deep_copy())
+            with self._bounds_lock:
+                starts.append(self._numbers(grammar).deep_copy())
         constraint = GrammarConstraint(starts, self._end, self._alphabet.vocab_size)
         self._alive[grammar] = constraint
         return constraint
@@ -210,8 +229,8 @@ class Grammars:
     def _numbers(self, grammar: Grammar) -> Any:
         """Returns the matcher of the numbers, behind the text before the grammar.
 
-        Between the numbers may stand the special tokens of the texts around the grammar's. Only the
-        one thread that compiles calls this method.
+        Between the numbers may stand the special tokens of the texts around the grammar's. One
+        thread at a time calls this method.
         """
         special = sorted(i for name, i in self._special.items() if name in around(grammar))
         key = (grammar.before, grammar.thought, *special)

@@ -170,8 +170,12 @@ def short(text: str) -> str:
 
 
 @cache
-def reader() -> ThreadPoolExecutor:
-    """Returns an executor of one thread with a stack of `STACK` bytes."""
+def reader(hard: bool = False) -> ThreadPoolExecutor:
+    """Returns an executor of one thread with a stack of `STACK` bytes.
+
+    Args:
+        hard: the thread of grammars that take long: llguidance cannot be interrupted.
+    """
     usual = threading.stack_size(STACK)
     try:
         pool = ThreadPoolExecutor(1, "shoal-grammars")
@@ -181,7 +185,7 @@ def reader() -> ThreadPoolExecutor:
     return pool
 
 
-if hasattr(os, "register_at_fork"):  # a forked child does not have the thread
+if hasattr(os, "register_at_fork"):  # a forked child has no such threads
     os.register_at_fork(after_in_child=reader.cache_clear)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from shoal.errors import RequestError
 from shoal.native.build import SUFFIXES, cpu_flags, missing
 
 WIDE = 1024
@@ -183,3 +184,36 @@ def stored_format(config: Any, source: str | Path) -> torch.dtype | None:
 
 def _name(dtype: torch.dtype | None) -> str:
     return "an unknown format" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+FP8_BLOCK = (128, 128)
+"""The sides of a block of fp8 where the config does not say."""
+FP8_SCALES = ("weight_scale_inv", "scale", "qscale_weight")
+"""The names that checkpoints give to the scales of a weight's blocks."""
+
+
+def require_even_blocks(
+    tensors: Mapping[str, tuple[list[int], str]], fields: Mapping[str, Any]
+) -> None:
+    """Raises RequestError if a checkpoint in fp8 has blocks that are cut at the end of a side.
+
+    Where Transformers writes such weights out, it parts a side into as many equal blocks as there
+    are scales.
+
+    Args:
+        tensors: the shapes and formats of its tensors.
+        fields: the `quantization_config` of config.json.
+    """
+    sizes = fields.get("weight_block_size", FP8_BLOCK) or ()
+    for name, (scales, _) in tensors.items():
+        owner, _dot, part = name.rpartition(".")
+        weight = f"{owner}.weight" if part in FP8_SCALES else name.removesuffix("_scale_inv")
+        if weight == name or weight not in tensors or len(scales) < len(FP8_BLOCK):
+            continue
+        shape = tensors[weight][0]
+        for side, count, size in zip(shape[-2:], scales[-2:], sizes, strict=False):
+            if 1 < count < side and (count - 1) * size < side < count * size:
+                raise RequestError(
+                    f"blocks of {list(sizes)} do not part its {weight} of {shape} evenly, and "
+                    f"Transformers would read {count} blocks of {side / count:g}"
+                )

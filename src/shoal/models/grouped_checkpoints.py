@@ -7,7 +7,8 @@ these methods and without unpacking. Transformers reads everything else, and fin
 layers stand in for its own while it does.
 
 GPTQ: Frantar et al. 2022, arXiv 2210.17323. In its first format a stored zero point is one less
-than the zero point. compressed-tensors packs unsigned numbers as GPTQ does, along the inputs, and
+than the zero point; gptqmodel takes it from whole words, so that a zero point of 0 borrows from
+the next one. compressed-tensors packs unsigned numbers as GPTQ does, along the inputs, and
 zero points along the outputs; or stores signed bytes, which are 128 less. AWQ (Lin et al. 2023,
 arXiv 2306.00978) packs eight numbers of 4 bits along the outputs, in the order `AWQ_OUTPUTS`.
 """
@@ -72,8 +73,11 @@ def refusal(method: str, fields: Mapping[str, Any]) -> str | None:
         if kind not in AUTO_ROUND or fields.get("act_bits", 16) < 16:
             return f"its packing_format {kind} is another order of weights, or quantises features"
         method = AUTO_ROUND[kind]
+    words = str(fields.get("pack_dtype") or "int32").removeprefix("torch.")
+    if method in ("gptq", "awq") and words != "int32":
+        return f"its pack_dtype {words} is another order of weights"
     if method == "gptq":
-        kind = str(fields.get("checkpoint_format") or "gptq")
+        kind = _gptq_format(fields)
         if kind not in ("gptq", "gptq_v2"):
             return f"the checkpoint_format {kind} is another order of weights"
         bits = fields.get("bits")
@@ -81,7 +85,10 @@ def refusal(method: str, fields: Mapping[str, Any]) -> str | None:
             None if bits in BITS else f"its weights have {bits} bits, and the kernels take 4 or 8"
         )
     if method == "awq":
-        kind, bits = str(fields.get("version") or "gemm").lower(), fields.get("bits", 4)
+        bits = fields.get("bits", 4)
+        kind = str(fields.get("version") or fields.get("format") or "gemm").lower()
+        if fields.get("backend") == "llm-awq":
+            kind = "llm-awq"
         if kind != "gemm":
             return f"its version {kind} is another order of weights"
         return None if bits == 4 else f"its weights have {bits} bits, and AWQ's order is that of 4"
@@ -98,6 +105,20 @@ def refusal(method: str, fields: Mapping[str, Any]) -> str | None:
     if not groups:
         return "it names no config_groups"
     return next(filter(None, (_scheme_refusal(fields, group) for group in groups)), None)
+
+
+def _gptq_format(fields: Mapping[str, Any]) -> str:
+    """Returns the name of the format of GPTQ's tensors; releases name it by several entries."""
+    if fields.get("is_marlin_format"):
+        return "marlin"
+    return str(fields.get("checkpoint_format") or fields.get("format") or "gptq").lower()
+
+
+def _borrows(fields: Mapping[str, Any]) -> bool:
+    """Returns True if gptqmodel wrote a checkpoint, see the top of the module."""
+    writers = (fields.get("meta") or {}).get("quantizer") or ()
+    names = [writers] if isinstance(writers, str) else writers
+    return any(str(name).lower().startswith("gptqmodel") for name in names)
 
 
 def _scheme_refusal(fields: Mapping[str, Any], group: Mapping[str, Any]) -> str | None:
@@ -130,14 +151,16 @@ def in_groups(config: Any, method: str, fields: Mapping[str, Any], exact: bool) 
         exact: True for products of features that are not rounded.
     """
     ours = copy.deepcopy(config)
+    first = method == "gptq" and _gptq_format(fields) != "gptq_v2"
     if method == "auto-round":
         method = AUTO_ROUND[str(fields["packing_format"])]
-    first = method == "gptq" and fields.get("checkpoint_format", "gptq") != "gptq_v2"
+        first = method == "gptq"
     ours.quantization_config = {
         "quant_method": OURS,
         "stored_by": method,
         "exact": exact,
-        "zero_less": int(first),
+        "zero_less": first,
+        "borrows": _borrows(fields),
     }
     return ours
 
@@ -149,12 +172,16 @@ class _GroupSettings(QuantizationConfigMixin):  # type: ignore[misc]
     Attributes:
         stored_by: the method that quantised the checkpoint.
         exact: True for products of features that are not rounded.
-        zero_less: the number by which stored zero points are less than the zero points.
+        zero_less: True if stored zero points are one less than the zero points.
+        borrows: True if the one was taken from whole words.
     """
 
-    def __init__(self, stored_by: str, exact: bool, zero_less: int, **_: Any) -> None:
+    def __init__(
+        self, stored_by: str, exact: bool, zero_less: bool, borrows: bool, **_: Any
+    ) -> None:
         self.quant_method = OURS
         self.stored_by, self.exact, self.zero_less = stored_by, exact, zero_less
+        self.borrows = borrows
 
 
 @register_quantizer(OURS)
@@ -165,7 +192,7 @@ class _GroupReader(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: Iterable[str] = (), **_: Any
     ) -> None:
         method = self.quantization_config.stored_by
-        stored, shapes = _headers(checkpoint_files), {}
+        stored, shapes = headers_of(checkpoint_files), {}
         modules = dict(model.named_modules())
         for name in stored:
             owner, _dot, part = name.rpartition(".")
@@ -192,7 +219,7 @@ class _GroupReader(HfQuantizer):  # type: ignore[misc]
         for name, layer in list(model.named_modules()):
             if isinstance(layer, _StoredLinear):
                 try:
-                    groups = layer.groups(settings.stored_by, settings.zero_less)
+                    groups = layer.groups(settings)
                 except _OtherLayout as reason:
                     raise UnsupportedModel(f"of its {name} {reason}") from reason
                 model.set_submodule(name, GroupLinear(groups, layer.part("bias"), settings.exact))
@@ -209,7 +236,7 @@ class _GroupReader(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def _headers(files: Iterable[str]) -> dict[str, tuple[list[int], str]]:
+def headers_of(files: Iterable[str]) -> dict[str, tuple[list[int], str]]:
     """Returns the shapes and formats of all tensors of files."""
     headers = {}
     for file in files:
@@ -246,13 +273,16 @@ class _StoredLinear(nn.Module):
         part = self._parameters.get(name)
         return None if part is None else part.detach()
 
-    def groups(self, method: str, zero_less: int) -> Groups:
+    def groups(self, settings: _GroupSettings) -> Groups:
         """Returns the layer's weights. Raises _OtherLayout."""
         out, inputs = self.out_features, self.in_features
         if inputs % GROUP:
             raise _OtherLayout(f"the inputs are {inputs}, no multiple of {GROUP}")
-        read = {"gptq": self._of_gptq, "awq": self._of_awq}.get(method, self._of_compressed)
-        numbers, zeros, scales, bits = read(zero_less)
+        if settings.stored_by == "gptq":
+            numbers, zeros, scales, bits = self._of_gptq(settings)
+        else:
+            read = self._of_awq if settings.stored_by == "awq" else self._of_compressed
+            numbers, zeros, scales, bits = read()
         if numbers.shape != (out, inputs) or len(scales) != out or inputs % scales.shape[1]:
             raise _OtherLayout(
                 f"the weights are {list(numbers.shape)} with scales {list(scales.shape)}, and the "
@@ -266,17 +296,24 @@ class _StoredLinear(nn.Module):
             raise _OtherLayout(f"a group has {size} inputs, no multiple of {LEAST_GROUP}")
         return groups_of(numbers, zeros, scales, bits)
 
-    def _of_gptq(self, zero_less: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    def _of_gptq(self, settings: _GroupSettings) -> tuple[Tensor, Tensor | None, Tensor, int]:
         """Returns numbers [out, in], zero points and scales [out, groups], and the bits."""
         words, zeros, scales = map(self.part, ("qweight", "qzeros", "scales"))
         if words is None or zeros is None or scales is None:
             raise _OtherLayout("the tensors are not all there")
         bits = _bits(len(words), self.in_features)
-        wide = _numbers(zeros, bits).to(torch.int16) + zero_less
-        wide = wide & (1 << bits) - 1
-        return _numbers(words.t(), bits), wide.t(), scales.t(), bits
+        points = _numbers(zeros, bits)
+        if settings.zero_less:
+            alone = points + 1 & (1 << bits) - 1
+            points = _numbers(zeros + sum(1 << place for place in range(0, WORD, bits)), bits)
+            if not settings.borrows and not torch.equal(points, alone):
+                raise _OtherLayout(
+                    "a zero point is 0, which programs store in several ways in the "
+                    "checkpoint_format gptq (gptq_v2 has one way)"
+                )
+        return _numbers(words.t(), bits), points.to(torch.int16).t(), scales.t(), bits
 
-    def _of_awq(self, _zero_less: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    def _of_awq(self) -> tuple[Tensor, Tensor | None, Tensor, int]:
         """Returns numbers [out, in], zero points and scales [out, groups], and the bits."""
         words, zeros, scales = map(self.part, ("qweight", "qzeros", "scales"))
         if words is None or zeros is None or scales is None:
@@ -284,7 +321,7 @@ class _StoredLinear(nn.Module):
         numbers, points = (_in_order(_numbers(each, 4)) for each in (words, zeros))
         return numbers.t().contiguous(), points.t().to(torch.int16), scales.t(), 4
 
-    def _of_compressed(self, _zero_less: int) -> tuple[Tensor, Tensor | None, Tensor, int]:
+    def _of_compressed(self) -> tuple[Tensor, Tensor | None, Tensor, int]:
         """Returns numbers [out, in], zero points and scales [out, groups], and the bits."""
         words, scales = self.part("weight_packed"), self.part("weight_scale")
         stored, zeros = self.part("weight"), self.part("weight_zero_point")

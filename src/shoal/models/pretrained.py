@@ -28,8 +28,9 @@ from transformers.utils import cached_file
 
 from shoal.config import PARAMETERS
 from shoal.errors import ModelError, RequestError, UnsupportedModel
+from shoal.models.formats import require_even_blocks
 from shoal.models.gguf.tokenizer import tokenizer_of
-from shoal.models.grouped_checkpoints import PARTS, in_groups, refusal
+from shoal.models.grouped_checkpoints import PARTS, headers_of, in_groups, refusal
 from shoal.models.sources import directory_of, gguf_of
 
 INSTEAD = "take the checkpoint that it was made from, which quantize='target=int8' quantises"
@@ -244,6 +245,10 @@ def load_weights(source: str | Path, config: Any, groups: str | None = None, **o
                 source, transformers.AutoModelForCausalLM, output_loading_info=True, **options
             )
         _check_complete(source, report["missing_keys"])
+        place = checkpoint_of(hf)
+        if method == "fp8" and place and getattr(hf, "hf_quantizer", None) is None:
+            stored = headers_of(map(str, place.glob("*.safetensors")))
+            require_even_blocks(stored, _quantization(config) or {})
     except (RequestError, ModelError) as error:
         if method is None:
             raise

@@ -1,5 +1,9 @@
-"""Compiles the grammars of requests, each once, on a few threads within limits of time and
-memory."""
+"""Compiles the grammars of requests, each once, on a few threads within limits of time and memory.
+
+A grammar is first compiled on trial, in a process that ends with its last client. A compilation in
+this process cannot be interrupted. So grammars whose trials took long wait for a thread of their
+own: one that nobody waits for any longer delays no grammar that is quickly compiled.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from shoal.config import Grammar
 from shoal.constraints.compiler import LARK, Grammars, grammars_of
@@ -28,9 +33,11 @@ from shoal.serve.api_errors import ApiError, naming
 from shoal.types.requests import Request
 
 READER_THREADS = 2
-"""The number of grammars that are compiled at a time."""
+"""The number of grammars that are compiled on trial at a time."""
 CPU_SECONDS = 2
 """The processor time for one grammar; the largest ones in common use take about one second."""
+QUICK_SECONDS = 0.1
+"""The processor time of a trial beyond which a grammar waits for the thread of the hard ones."""
 MEMORY_BYTES = 2**27
 """The memory for one grammar."""
 LIMITS = {"max_lexer_states": 50_000}
@@ -63,10 +70,10 @@ class _Reading:
     probe: Probe | None = None
     left: bool = False
     number: int = field(default_factory=itertools.count(1).__next__)
-    future: asyncio.Future[GrammarConstraint] = field(init=False)
+    future: asyncio.Task[GrammarConstraint] = field(init=False)
 
     def leave(self) -> None:
-        """Ends the work, which nobody waits for: tasks that have not begun, and the trial."""
+        """Ends the work, which nobody waits for: the trial, and tasks that have not begun."""
         self.left = True
         self.future.cancel()
         if self.probe is not None:
@@ -156,9 +163,15 @@ class GrammarReader:
                     headers={"retry-after": str(CPU_SECONDS)},
                 )
             reading = self._readings[grammar] = _Reading()
-            loop = asyncio.get_running_loop()
-            reading.future = loop.run_in_executor(self._pool, self._job, grammar, reading)
+            reading.future = asyncio.ensure_future(self._compiled(grammar, reading))
         return self._readings[grammar]
+
+    async def _compiled(self, grammar: Grammar, reading: _Reading) -> GrammarConstraint:
+        loop = asyncio.get_running_loop()
+        seconds = await loop.run_in_executor(self._pool, self._tried, grammar, reading)
+        assert self._grammars is not None
+        made = self._grammars.compilation(grammar, LIMITS, seconds > QUICK_SECONDS)
+        return made if isinstance(made, GrammarConstraint) else await asyncio.wrap_future(made)
 
     def close(self) -> None:
         """Stops the threads and processes; nothing can be compiled afterwards."""
@@ -168,19 +181,17 @@ class GrammarReader:
 
     # ── on the pool's threads ─────────────────────────────────────────────────────────────────────
 
-    def _job(self, grammar: Grammar, reading: _Reading) -> GrammarConstraint:
+    def _tried(self, grammar: Grammar, reading: _Reading) -> float:
+        """Compiles a grammar on trial; returns the seconds that it took."""
         self._grammars = grammars = grammars_of(self._tokenizer, self._vocab_size)
-        if hasattr(os, "fork"):
-            source, probe = grammars.source(grammar), self._probe(grammars)
-            reading.probe = probe  # from now on whoever leaves tells it
-            try:
-                if not reading.left:
-                    probe.check(grammar, source, reading.number)
-            finally:
-                reading.probe = None
-        if reading.left:
-            raise RequestError("nobody waits for this grammar any longer")
-        return grammars.constraint(grammar, **LIMITS)
+        if not hasattr(os, "fork"):
+            return 0.0
+        source, probe = grammars.source(grammar), self._probe(grammars)
+        reading.probe = probe  # from now on whoever leaves tells it
+        try:
+            return 0.0 if reading.left else probe.check(grammar, source, reading.number)
+        finally:
+            reading.probe = None
 
     def _probe(self, grammars: Grammars) -> Probe:
         """Returns the probe of this thread."""
@@ -209,12 +220,15 @@ class Probe:
         self._process: subprocess.Popen[str] | None = None
         self._leaves: FileIO | None = None
 
-    def check(self, grammar: Grammar, written: str, number: int = 0) -> None:
+    def check(self, grammar: Grammar, written: str, number: int = 0) -> float:
         """Compiles a grammar on trial, unless `leave` ends the trial.
 
         Args:
             written: the grammar as llguidance reads it.
             number: the number of the trial.
+
+        Returns:
+            The seconds of processor time that it took.
 
         Raises:
             RequestError: the grammar is invalid, or exceeds a limit.
@@ -228,8 +242,9 @@ class Probe:
         why = result["why"] if result["outcome"] == "refused" else TOO_MUCH.get(result["outcome"])
         if why is not None:
             raise unusable(grammar, why)
+        return float(result["seconds"])
 
-    def outcome(self, written: str, number: int = 0) -> dict[str, str] | None:
+    def outcome(self, written: str, number: int = 0) -> dict[str, Any] | None:
         """Returns the result of a trial (see `grammar_probe`); None = the process has ended."""
         request = {
             "grammar": written,

@@ -110,7 +110,7 @@ def probed(
     stack: int,
     number: int = 0,
     leaves: Leaves | None = None,
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """Compiles a grammar in a fork of this process.
 
     Args:
@@ -123,7 +123,8 @@ def probed(
         leaves: tells when nobody waits for it any longer.
 
     Returns:
-        The outcome "ok", "refused" (then "why" is llguidance's error), "slow", "large" or "left".
+        The outcome "ok", "refused" (then "why" is llguidance's error), "slow", "large" or "left",
+        and the seconds of processor time.
     """
     ours, theirs = os.pipe()
     child = os.fork()
@@ -140,14 +141,16 @@ def probed(
     os.close(theirs)
     deadline = time.monotonic() + WALL_SECONDS_PER_CPU_SECOND * seconds
     got = _received(ours, child, deadline, number, leaves)
-    _, status = os.waitpid(child, 0)
+    _, status, usage = os.wait4(child, 0)
+    outcome, why = "large", ""
     if got is None:
-        return {"outcome": "left", "why": ""}
-    if got.startswith(b"="):
-        error = got[1:].decode(errors="replace")
-        return {"outcome": "refused", "why": error} if error else {"outcome": "ok", "why": ""}
-    slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
-    return {"outcome": "slow" if slow else "large", "why": ""}
+        outcome = "left"
+    elif got.startswith(b"="):
+        why = got[1:].decode(errors="replace")
+        outcome = "refused" if why else "ok"
+    elif os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
+        outcome = "slow"
+    return {"outcome": outcome, "why": why, "seconds": usage.ru_utime + usage.ru_stime}
 
 
 def _received(

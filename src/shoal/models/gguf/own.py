@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from shoal.errors import UnsupportedModel
 from shoal.models import formats
 from shoal.models.gguf import library
-from shoal.models.gguf.contents import BLOCKS, FACTORS, Header, divide, groups_of, rotary_parameters
+from shoal.models.gguf.contents import (
+    BLOCKS,
+    FACTORS,
+    Header,
+    TensorPlace,
+    divide,
+    groups_of,
+    rotary_parameters,
+)
 from shoal.models.quantize import cannot_save
 from shoal.models.weights import by_facts, lay_out
 from shoal.models.weights.groups import GroupLinear, Groups
@@ -101,20 +109,20 @@ class _Reader:
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         for number, layer in enumerate(hf.model.layers):
             for name, stem in LINEARS.items():
-                inputs = layer.get_submodule(name).in_features
+                sizes = layer.get_submodule(name)
                 turned = heads.get(stem) if self._family == "llama" else None
-                linear = self._linear(f"blk.{number}.{stem}", inputs, turned)
+                linear = self._linear(f"blk.{number}.{stem}", sizes, turned)
                 parent, _, last = name.rpartition(".")
                 setattr(layer.get_submodule(parent), last, linear)
             for name, stem in NORMS.items():
                 if f"blk.{number}.{stem}.weight" in self._left:
                     self._norm(layer.get_submodule(name), f"blk.{number}.{stem}")
         self._norm(hf.model.norm, "output_norm")
-        table = self._matrix("token_embd", config.hidden_size)
+        table = self._matrix("token_embd", config.hidden_size, config.vocab_size)
         embedding = table.dense() if isinstance(table, Groups) else table
         hf.model.embed_tokens.weight = nn.Parameter(embedding, requires_grad=False)
         if "output.weight" in self._left:
-            hf.lm_head = self._linear("output", config.hidden_size)
+            hf.lm_head = self._linear("output", hf.lm_head)
         elif isinstance(table, Groups):
             hf.lm_head = GroupLinear(table, exact=self._exact)
         else:
@@ -187,13 +195,18 @@ class _Reader:
             name_or_path=str(self._file),
         )
 
-    def _rows(self, name: str, inputs: int) -> int:
-        """Returns the number of rows of a matrix."""
+    def _place(self, name: str) -> TensorPlace:
+        """Returns the place of a tensor that the file must have."""
         place = self._header.tensors.get(name)
         if place is None:
             raise _NotOurs(f"it has no tensor {name}")
         if place.start + place.size > self._header.size:
             raise _NotOurs("the file ends before its tensors do")
+        return place
+
+    def _rows(self, name: str, inputs: int) -> int:
+        """Returns the number of rows of a matrix."""
+        place = self._place(name)
         if place.kind in FLOATS:
             return place.size // inputs // FLOATS[place.kind].itemsize
         block = BLOCKS.get(place.kind)
@@ -203,49 +216,60 @@ class _Reader:
             raise _NotOurs(f"a row of its tensor {name} ends inside a block")
         return place.size // (inputs // block.inputs * block.size)
 
-    def _matrix(self, stem: str, inputs: int) -> Groups | Tensor:
+    def _matrix(self, stem: str, inputs: int, outputs: int) -> Groups | Tensor:
         """Reads a matrix: in groups, or in floats as the matrix of the embeddings."""
         name = f"{stem}.weight"
         rows, kind = self._rows(name, inputs), self._header.tensors[name].kind
         if (kind in FLOATS) != (self._header.tensors["token_embd.weight"].kind in FLOATS):
             raise _NotOurs("only some of its matrices are quantised")
+        _require_size(name, rows, outputs)
         if kind in FLOATS:
             return self._floats(name).view(rows, inputs)
         self._left.discard(name)
         return groups_of(kind, self._header.bytes_of(name), inputs)
 
     def _floats(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        kind = FLOATS.get(self._header.tensors[name].kind)
+        kind = FLOATS.get(self._place(name).kind)
         if kind is None:
             raise _NotOurs(f"its tensor {name} is quantised")
         self._left.discard(name)
         return self._header.bytes_of(name).clone().view(kind).to(dtype or self._dtype)
 
     def _norm(self, module: Any, stem: str) -> None:
-        module.weight = nn.Parameter(self._floats(f"{stem}.weight"), requires_grad=False)
+        weight = self._floats(f"{stem}.weight")
+        _require_size(f"{stem}.weight", len(weight), len(module.weight))
+        module.weight = nn.Parameter(weight, requires_grad=False)
 
-    def _linear(self, stem: str, inputs: int, heads: int | None = None) -> nn.Module:
+    def _linear(self, stem: str, sizes: nn.Linear, heads: int | None = None) -> nn.Module:
         """Makes a layer.
 
         Args:
+            sizes: a layer of the same sizes.
             heads: the number of heads whose rows a file of the family "llama" has in the order in
                 which llama.cpp rotates them; None for others.
         """
-        weight, bias = self._matrix(stem, inputs), None
+        inputs, outputs, bias = sizes.in_features, sizes.out_features, None
+        weight = self._matrix(stem, inputs, outputs)
         if f"{stem}.bias" in self._left:
             bias = self._floats(f"{stem}.bias")
+            _require_size(f"{stem}.bias", len(bias), outputs)
         if heads is not None:
-            rows = len(weight.numbers if isinstance(weight, Groups) else weight)
-            order = torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+            order = torch.arange(outputs).view(heads, -1, 2).transpose(1, 2).flatten()
             weight = weight.rows(order) if isinstance(weight, Groups) else weight[order]
             bias = None if bias is None else bias[order]
         if isinstance(weight, Groups):
             return GroupLinear(weight, bias, self._exact)
-        layer = nn.Linear(inputs, len(weight), bias is not None, device="meta")
+        layer = nn.Linear(inputs, outputs, bias is not None, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
             layer.bias = nn.Parameter(bias, requires_grad=False)
         return layer
+
+
+def _require_size(name: str, count: int, wanted: int) -> None:
+    """Raises _NotOurs if a tensor has not as many rows, or numbers, as its layer."""
+    if count != wanted:
+        raise _NotOurs(f"its tensor {name} has {count} rows, and its layer {wanted}")
 
 
 def _ends(file: Path) -> list[int]:

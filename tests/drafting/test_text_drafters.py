@@ -444,6 +444,16 @@ def test_recycling_learns_as_a_part_of_a_sum() -> None:
     assert min(abs(1 - sum(chance for _, chance in known)) for known in successors) < 1e-6
 
 
+def test_a_row_that_is_resampled_is_read_anew() -> None:
+    drafter = RecyclingDrafter("row", nodes=0)
+    one, parent = row(1, 2, 3), row(1, 5, 6, 1)
+    drafter.begin([one, parent])
+    assert proposed(drafter, one, parent) == [[], [5, 6]]
+    one.tokens[:] = parent.tokens
+    drafter.replace([(one, parent)])
+    assert proposed(drafter, one, parent) == [[5, 6]] * 2
+
+
 def test_trees_need_a_target_that_takes_them() -> None:
     target = wrap(tiny_model("mpt").double(), "tiny", "auto")
     with pytest.raises(UnsupportedModel, match="takes no position for each token"):

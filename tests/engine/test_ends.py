@@ -501,12 +501,15 @@ PARTS = [
     [("<a", "")],
     [(r"\A\s*<a", "b>"), ("<c", "d>")],
     [("<a", "b>"), (r"\A\s*\[\w+\(", "")],
+    [("<a", "b<")],
 ]
 
 
 @given(
     st.sampled_from(PARTS), st.lists(st.sampled_from(["<a", "b>", "<c", "d>", "x", " ", "[f(", "<", "a", ">"]), max_size=24)
 )
+@example(PARTS[2], ["<a", "x", "b", ">", "x"])  # a closing that comes in pieces
+@example(PARTS[6], ["<a", "b", "<a", "x"])  # the closing is the beginning of another opening
 def test_parts_without_stops_are_those_of_their_marks(parts: list[tuple[str, str]], pieces: list[str]) -> None:
     passages, text = Passages(Stops(unstopped=tuple(parts))), ""
     for piece in pieces:
@@ -545,6 +548,8 @@ def test_a_stop_string_right_before_the_end_of_a_part_ends_nothing(text: str) ->
         ("a <call>b</call> <call>", ["al", "c"], "a <call>b</call> <call>"),
         ("final: finally", ["in"], "final: f"),
         ("final: <th>", ["th"], "final: <"),
+        ("<th>n</th>  an n", ["</th> "], "<th>n"),
+        ("final:\n\nx\ny", ["\n"], "final:\n\nx"),
     ],
 )
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -567,6 +572,51 @@ def test_stop_strings_of_one_token_are_looked_for_each_by_itself() -> None:
     """The place of the first is behind a part, and that of the second within it."""
     passages = RowStops(Stops(["y", "x"], unstopped=((r"\A", "</th>"),))).passages
     assert [passages[stop].cover("x</th>y", 7, at, at + 1) for stop, at in (("y", 6), ("x", 0))] == [False, True]
+
+
+def test_parts_begin_and_end_where_characters_were_held_back() -> None:
+    """Bytes are shown as many characters until they are one, so that places behind them are others then."""
+    face, held = "\N{GRINNING FACE}", "\ufffd"
+    ends = Passages(Stops(unstopped=(("<a", f"{face}>"),)))
+    assert ends.cover(f"<a{held * 3}", 2, 4, 5) is True
+    assert ends.cover(f"<a{face}>x", 5, 4, 5) is False
+    begins = Passages(Stops(unstopped=((f"{face}<", ""),)))
+    assert begins.cover(held * 7, 0, 6, 7) is False
+    assert begins.cover(f"{face}<x", 3, 2, 3) is True
+    grows = Passages(Stops(unstopped=((f"<{face}", ""),)))
+    assert grows.cover(f"<{held}", 1, 0, 1) is None
+
+
+def test_a_place_within_one_opening_waits_for_no_other() -> None:
+    passages = Passages(Stops(unstopped=(("<th>", "</th>"), ("<t", "."))))
+    assert passages.cover("<t", 2, 1, 2) is True
+
+
+def test_a_stop_string_that_waits_is_forgotten_once_it_is_in_a_mark() -> None:
+    text = Detokenizer(TOKENIZER, (), Stops(["t"], unstopped=(("<th>", "</th>"),)))
+    shown = []
+    for token in encode("<th>x"):
+        text.push(token)
+        shown.append(text.take(final=False))
+    assert "".join(shown) == "<th>x"
+
+
+def test_a_copy_of_a_text_waits_by_itself() -> None:
+    one = Detokenizer(TOKENIZER, (), Stops(["t"], unstopped=(("<th>", "</th>"),)))
+    for token in encode("<t"):
+        one.push(token)
+    other = one.copy()
+    for token, detokenizer in zip(encode("ab"), (one, other), strict=True):
+        detokenizer.push(token)
+        assert (detokenizer.stopped, detokenizer.text, detokenizer.ends) == (True, "<", [1, 2, 3])
+
+
+def test_a_stop_string_that_is_shown_is_covered_and_not_held_back() -> None:
+    text = Detokenizer(TOKENIZER, (), Stops(["abc"], shown=frozenset(["abc"])))
+    for token, shown in zip(encode("xabc"), "xabc", strict=True):
+        text.push(token)
+        assert text.take(final=False) == shown
+    assert (text.stopped, text.text, text.token_count) == (True, "xabc", 4)
 
 
 def test_a_copy_of_a_text_opens_parts_of_its_own() -> None:

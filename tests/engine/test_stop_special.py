@@ -74,6 +74,15 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
     assert (text.stopped, text.text) == (True, "a\n\nb\n\n")
 
 
+def test_a_copy_of_a_text_has_special_tokens_of_its_own() -> None:
+    one = Detokenizer(TOKENIZER, (), Stops(["p<|begin|>"]))
+    other = one.copy()
+    for text, ids in ((one, [BEGIN]), (other, [*encode("abcdefghijklmnop"), BEGIN])):
+        for token in ids:
+            text.push(token)
+    assert (other.stopped, other.text) == (True, "abcdefghijklmno")
+
+
 @pytest.mark.parametrize("least", [1, 3, 5])
 def test_with_min_new_tokens(least: int) -> None:
     """An EOS that stands in a stop string is impossible for so long, and ends the row by the stop string then."""

@@ -21,7 +21,7 @@ from sandboxes import sandbox_of, strongest
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import execution, isolation
 from shoal.evaluation.execution import ExecutionResult, PassCounts, execute, execute_all, pass_counts, read_solutions
-from shoal.evaluation.language import Language
+from shoal.evaluation.language import Language, name_of
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem, read_humaneval, read_mbxp
 from shoal.evaluation.sandbox import Sandbox, find_toolchain, require
@@ -75,7 +75,32 @@ def test_the_marker_stands_in_no_file(language: str) -> None:
 SWALLOWING = [(name, one["swallows"]) for name, one in PROGRAMS.items() if "swallows" in one]
 
 
-@pytest.mark.parametrize(("language", "wrong"), [*SWALLOWING, ("php", "return $a - $b;\n}\n?>")])
+C_MAIN = "return a - b;\n}\nint main() {}\n"
+SWALLOWING += [
+    ("php", "return $a - $b;\n}\n?>"),
+    ("php", "return $a - $b;\n}\n__halt_compiler();"),
+    ("php", "return $a - $b;\n}\nset_exception_handler(function ($e) { exit(0); });"),
+    ("java", "return a - b; } }\nclass Main { public static void main(String[] a) {} }\n\x1a"),
+    ("java", "return a - b; } }\nclass Main { public static void main(String[] a) {} }\n\\u001a"),
+    ("java", "return a - b; } }\nclass Main { public static void main(String[] a) {} } /*"),
+    *(("cpp", f"{C_MAIN}{directive}") for directive in (
+        "/**/#define main other", "#/* */define main other", "#de\\\nfine main other", "#define/**/main other",
+        "# \\\r\n define main other", "#pragma push_macro(\"main\")\n%:\\\ndefine main other", "#if 0", "/*", "namespace other {",
+    )),
+    ("go", "return a - b\n}\nfunc main() {}\n/*"),
+    ("rust", "return a - b;\n}\nfn main() {}\n#[cfg(any())]\nmod other { fn f() {"),
+    *(("go_test", f'return a - b\n}}\nfunc init() {{ os.Args = append(os.Args, "{option}") }}') for option in (
+        "-test.run=^$", "-test.list=.", "-test.count=0", "-test.skip=.",
+    )),
+    *(("ruby", f"return a - b\nend\n{rest}") for rest in ("__END__", "=begin", "x = <<EOS", "return", "at_exit { exit!(0) }")),
+    *(("perl", f"return $a - $b;\n}}\n{rest}") for rest in (
+        "__END__", "\n=pod\n", "print <<EOS;", "$SIG{__DIE__} = sub { exit 0 };",
+    )),
+    *(("typescript", f"return a - b\n}}\n{rest}") for rest in ("/*", "if (false) {", "`")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("language", "wrong"), SWALLOWING)
 def test_no_completion_swallows_its_tests(box: Sandbox, language: str, wrong: str) -> None:
     """A statement that it begins, or text that it makes of the rest, ends before the tests."""
     prompt, right, tests = ADD[language]
@@ -91,6 +116,8 @@ JS_BODY, PERL_BODY, RUBY_BODY, LUA_BODY = (
     "return a - b\nend\n",
     "return a - b\nend\n",
 )
+PERL_HELPER = "sub test { die 'wrong' unless add(1, 2) == 3 }\ntest();"
+TS_HELPER = "function test() { const assert = require('assert'); assert.equal(add(1, 2), 3) }\ntest()"
 JS_TESTS = "const assert = require('node:assert')\nassert.{}(add(1, 2), 3)"
 RUBY_UNIT = """require 'test/unit'
 class TestAdd < Test::Unit::TestCase
@@ -135,6 +162,24 @@ REPLACING = [
     ("perl", f"{PERL_BODY}use Test::Deep;\n{{ no warnings; *Test::Deep::cmp_details = sub {{ 1 }} }}", PERL_DEEP),
     ("perl", f"{PERL_BODY}BEGIN {{ *CORE::GLOBAL::exit = sub {{ 1 }} }}", PERL_DEEP),
     ("perl", f"{PERL_BODY}{{ no warnings; *main::Compare = sub {{ 1 }} }}", PERL_COMPARE),
+    ("typescript", f"{JS_BODY}test = () => {{}}", TS_HELPER),
+    ("typescript", f"{JS_BODY}require = (() => ({{ equal() {{}} }})) as any", TS_HELPER),
+    ("perl", f"{PERL_BODY}{{ no warnings; *main::test = sub {{ 1 }} }}", PERL_HELPER),
+    ("perl", f"{PERL_BODY}BEGIN {{ package Any; use overload '==' => sub {{ 1 }}; }}\n"
+     "BEGIN { require overload; overload::constant(integer => sub { bless [], 'Any' }) }", PERL_DIE),
+    ("perl", f"{PERL_BODY}package Other;\nsub add {{ 3 }}", PERL_DIE),
+    ("perl", f"{PERL_BODY}use subs 'die';\nsub die {{ 1 }}", PERL_DIE),
+    ("perl", f"{PERL_BODY}BEGIN {{ package X; *main::die = sub {{ 1 }} }}", PERL_DIE),
+    *(("php", f"return $a - $b;\n}}\n{cheat};", "assert(add(1, 2) === 3);") for cheat in (
+        "ini_set('zend.assertions', 0)", "ini_set('assert.exception', 0)", "assert_options(ASSERT_ACTIVE, 0)",
+    )),
+    ("php", "ini_set('assert.exception', 0);\nreturn $a - $b;\n}", "assert(add(1, 2) === 3);"),
+    *(("ruby", f"{RUBY_BODY}{cheat}", "raise 'wrong' unless add(1, 2) == 3") for cheat in (
+        "module R\n  refine(Integer) { def ==(other) = true }\nend\nusing R",
+        "module R\n  refine(Object) { def raise(*) = nil }\nend\nusing R",
+        "def self.raise(*) = nil",
+        "self.singleton_class.prepend(Module.new { def raise(*) = nil })",
+    )),
     ("ruby", f"{RUBY_BODY}class Integer\n  def ==(other) = true\nend", "raise 'wrong' unless add(1, 2) == 3"),
     ("ruby", f"{RUBY_BODY}class Array\n  define_method(:==) {{ |_| true }}\nend", "raise 'wrong' unless [add(1, 2)] == [3]"),
     ("ruby", f"{RUBY_BODY}def raise(*) = nil", "raise 'wrong' unless add(1, 2) == 3"),
@@ -176,6 +221,55 @@ def test_no_completion_replaces_what_its_tests_use(box: Sandbox, language: str, 
     honest = execute(made, right, box)
     assert honest.passed, honest.detail
     assert not execute(made, cheat, box).passed
+
+
+JAVA_CLASS = "class Problem {\n    public static int add(int a, int b) {\n"
+JAVA_MAIN = """    }
+    public static void main(String[] args) {
+    assert(add(1, 2) == 3);
+    }
+}
+class Main {
+    public static void main(String[] args) {
+        ClassLoader.getSystemClassLoader().setDefaultAssertionStatus(true);
+        Problem.main(args);
+    }
+}"""
+
+
+@pytest.mark.parametrize(("body", "passes"), [
+    ("return a + b;", True),
+    ("return a + b; }\n    static int half(int a) { return a / 2;", True),
+    ("return a - b;", False),
+    ("return a - b; }\n    public static void main(String[] q) {} }\n"
+     "class Other {\n    static int add(int a, int b) { return 3; }\n    static void x() {", False),
+    ("return a - b; }\n    public static void main(String[] q) {} }\n"
+     "class Other {\n    static class Problem {}\n    static int add(int a, int b) { return 3; }\n    static void x() {", False),
+])  # fmt: skip
+def test_the_class_of_the_tests_is_run(box: Sandbox, body: str, passes: bool) -> None:
+    """A body that closes its class, and opens another for the tests, leaves a main of its own in the first."""
+    made = problem("java", JAVA_CLASS, JAVA_MAIN)
+    require_here([made], box)
+    result = execute(made, body, box)
+    assert result.passed == passes, result.detail
+
+
+@pytest.mark.parametrize(
+    ("language", "behind"),
+    [("java", "\nclass end_{} {{ }}"), ("csharp", "\nclass end_{} {{ }}"), ("d", "\nextern (C) __gshared int {};")],
+)
+def test_a_random_name_stands_behind_the_tests(language: str, behind: str) -> None:
+    """Where the file ends before it (by `__EOF__`, or a Ctrl-Z), the epilogue does not compile."""
+    prompt, right, tests = ADD[language]
+    name = name_of("0123456789abcdef")
+    files = execution._files(problem(language, prompt, tests), right, "0123456789abcdef")
+    main, epilogue = files[LANGUAGES[language].file], files[LANGUAGES[language].epilogue_file]
+    assert main.endswith(tests + behind.format(name))
+    assert name in epilogue
+    assert "TESTS" not in epilogue
+    if language != "d":
+        assert main.count(f"class {name} {{ }}") == 1
+        assert main.index(f"class {name} {{ }}") == main.index(tests) - len(f"class {name} {{ }}\n")
 
 
 CHANGING = [

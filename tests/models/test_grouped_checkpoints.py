@@ -377,6 +377,26 @@ def test_tensors_that_the_kernels_do_not_know_are_refused(
         shoal.load(tmp_path)
 
 
+def test_tensors_that_a_config_calls_for_are_missed(tmp_path: Path) -> None:
+    """An order of inputs, or zero points: without them the weights would be read as others."""
+    gptq = Layout("gptq", symmetric=False, form="gptq_v2")
+    for layout, part, fields in (
+        (gptq, "g_idx", {"desc_act": True}),
+        (Layout(COMPRESSED, symmetric=False), "weight_zero_point", {}),
+        (LAYOUTS[0], "weight_g_idx", {"actorder": "group"}),
+    ):
+        place = written(tmp_path / part, layout)
+        tensors = load_file(place / "model.safetensors")
+        tensors.pop(f"{Q}.{part}", None)
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((place / "config.json").read_text())
+        entry = config["quantization_config"]
+        entry.get("config_groups", {}).get("group_0", {"weights": entry})["weights"].update(fields)
+        (place / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UnsupportedModel, match=f"the tensor {part} is not there, which its config calls for"):
+            shoal.load(place)
+
+
 def test_groups_of_inputs_that_the_kernels_cannot_part_are_refused(tmp_path: Path) -> None:
     write_grouped(tmp_path, model_of(), Layout(COMPRESSED, size=8))
     with pytest.raises(UnsupportedModel, match="a group has 8 inputs, no multiple of 16"):

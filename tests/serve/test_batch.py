@@ -182,6 +182,9 @@ def test_the_rule_is_coupled_where_a_line_has_a_seed(tmp_path: Path, monkeypatch
         (tmp_path / "out").unlink(missing_ok=True)
         batch(write(tmp_path / "in", lines), tmp_path / "out")
     assert rules == ["rejection", "coupled"] * 2
+    (tmp_path / "out").unlink()
+    code, _ = batch(tmp_path / "in", tmp_path / "out", "--rule", "rejection")
+    assert (code, len(rules)) == (1, 4)  # which has no seeds
 
 
 @pytest.mark.parametrize(

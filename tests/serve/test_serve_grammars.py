@@ -120,6 +120,27 @@ def test_of_refused_grammars_a_digest_is_kept(monkeypatch: pytest.MonkeyPatch) -
     assert [len(key) for key in reader._refused] == [32]
 
 
+def test_of_refused_grammars_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_grammars, "MAX_REMEMBERED_REFUSALS", 2)
+    asked: list[str] = []
+
+    def refuse(self: GrammarReader, grammar: Grammar, reading: Any) -> Any:
+        asked.append(grammar.text)
+        raise RequestError("no")
+
+    monkeypatch.setattr(GrammarReader, "_tried", refuse)
+    reader = GrammarReader(tiny_tokenizer(), VOCABULARY)
+
+    async def refused() -> None:
+        for text in "abcbca":
+            with pytest.raises(RequestError):
+                await reader.read(Grammar("regex", text), None)
+
+    asyncio.run(refused())
+    reader.close()
+    assert asked == [*"abca"]
+
+
 def counted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
     """The calls of a method from now on."""
     calls: list[Any] = []

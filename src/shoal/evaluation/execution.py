@@ -18,7 +18,7 @@ from typing import Literal
 
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import plain_values, subprocess_tests
-from shoal.evaluation.language import Language, StepResult
+from shoal.evaluation.language import Language, StepResult, name_of
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem, known_language, records, text_field
 from shoal.evaluation.sandbox import Sandbox, find_toolchain, require
@@ -221,8 +221,8 @@ def pass_counts(
 
 def _files(problem: Problem, completion: str, marker: str) -> dict[str, str]:
     language = LANGUAGES[problem.language]
-    restoring = language.restoring(completion)
-    return language.files(problem.program(completion, language.separator, restoring), marker)
+    around = language.around(completion, problem.tests, name_of(marker))
+    return language.files(problem.program(completion, language.separator, *around), marker)
 
 
 def _files_for_subprocess(problem: Problem, completion: str, marker: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ types; `shoal.evaluation.languages` adds the compiled ones.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,8 +126,9 @@ class Language:
             it, it writes the same beside every program.
         separator: stands between a completion and its tests, and ends a statement that the
             completion has begun.
-        restoring: a completion -> the text before its tests that takes from them the names that it
-            has given another meaning.
+        around: completion, tests, a random name -> the texts before and behind the tests. They take
+            from the tests the names that the completion has given another meaning, or define the
+            name, by which the epilogue sees that the tests stand where they should.
         guard: "", or a file that is loaded before the program, and keeps from it the functions that
             tests compare with.
         epilogue: a format string of the two halves of the marker; prints it after the tests, at the
@@ -148,7 +150,7 @@ class Language:
     compile: tuple[str, ...] = ()
     trial: str = ""
     separator: str = "\n"
-    restoring: Callable[[str], str] = lambda _: ""
+    around: Callable[[str, str, str], tuple[str, str]] = lambda *_: ("", "")
     guard: str = ""
     epilogue: str = ""
     epilogue_file: str = ""
@@ -162,6 +164,9 @@ class Language:
         """Names and texts of the source files of a program that prints a marker at its end."""
         half = len(marker) // 2
         epilogue = self.epilogue.format(marker[:half], marker[half:])
+        epilogue = epilogue.replace("TESTS", name_of(marker))
+        if package := re.search(r"^package (\w+)", program, re.MULTILINE):
+            epilogue = epilogue.replace("PACKAGE", package[1])
         files = {self.file: f"{program}\n{epilogue}\n"}
         if self.epilogue_file:
             files = {self.file: program, self.epilogue_file: epilogue}
@@ -179,6 +184,11 @@ class Language:
                 if command and "/" not in command[0]
             }
         )
+
+
+def name_of(marker: str) -> str:
+    """Returns the random name that stands around the tests of a program with a marker."""
+    return "tests_" + re.sub(r"\W", "", marker)[::2]
 
 
 def epilogue_of(name: str) -> str:
@@ -219,8 +229,9 @@ _TEST_UNIT = Library(
     "test-unit (package ruby-test-unit)",
 )
 
-_OWN_NAMES = "\n" + text_of("tests.js")
-"""JavaScript's own objects, by their names for the tests; the epilogue closes both blocks."""
+_OWN_NAMES = "\n" + text_of("tests.js"), "\n}}"
+"""JavaScript's own objects, by their names for the tests, which stand in two blocks."""
+_IMPORTS = re.compile(r"^[ \t]*(?:import|export)\b", re.MULTILINE)
 _OWN_BUILTINS = "\n" + text_of("tests.sh")
 """Bash's builtins: functions have no name of a special one in POSIX mode, nor does an alias."""
 _OWN_FUNCTIONS = """
@@ -245,6 +256,12 @@ else:  # in a process that the completion spawns, which imports it without its t
     exec(compile(source, 'solution.py', 'exec'), solution.__dict__)
 """
 
+_PHP_ASSERTS = tuple(
+    part
+    for name in ("zend.assertions", "assert.active", "assert.exception")
+    for part in ("-d", f"{name}=1")
+)
+
 INTERPRETED = {
     "python": Language(
         title="Python",
@@ -264,10 +281,9 @@ INTERPRETED = {
         run=("node", "-r", "./guard.js", "main.js"),
         install=_NODE,
         separator=STATEMENT,
-        restoring=lambda _: _OWN_NAMES,
+        around=lambda *_: _OWN_NAMES,
         guard="guard.js",
-        trial="{\n{",
-        epilogue="}}}}\nconsole.log({!r} + {!r});",
+        epilogue="console.log({!r} + {!r});",
         syntax=("\nSyntaxError:",),
         memory=("heap out of memory", "Array buffer allocation failed"),
         libraries=(_LODASH,),
@@ -283,6 +299,8 @@ INTERPRETED = {
         guard="guard.js",
         install=f"TypeScript 5.6 or newer (npm install --global typescript) and {_NODE}",
         separator=STATEMENT,
+        # A block cannot import.
+        around=lambda _, tests, __: ("", "") if _IMPORTS.search(tests) else _OWN_NAMES,
         epilogue="console.log({!r} + {!r});",
         memory=("heap out of memory", "Array buffer allocation failed"),
         libraries=(_LODASH,),
@@ -294,6 +312,7 @@ INTERPRETED = {
         run=("perl", "-I.", "-Mguard", "main.pl"),
         install="Perl (package perl)",
         separator=STATEMENT,
+        around=lambda *_: ("\npackage main;\nBEGIN { guard::tests() }\n", ""),
         guard="guard.pm",
         epilogue="guard::check();\nprint {!r} . {!r};",
         syntax=("syntax error at", "aborted due to compilation errors"),
@@ -307,7 +326,7 @@ INTERPRETED = {
         install="Ruby (package ruby)",
         separator=STATEMENT,
         guard="guard.rb",
-        epilogue="Guard.check\nputs {!r} + {!r}",
+        epilogue=epilogue_of("epilogue.rb"),
         syntax=("syntax error", "(SyntaxError)"),
         memory=("NoMemoryError",),
         libraries=(_TEST_UNIT,),
@@ -315,11 +334,11 @@ INTERPRETED = {
     "php": Language(
         title="PHP",
         file="main.php",
-        run=("php", "-d", "display_errors=stderr", "main.php"),
+        run=("php", "-d", "display_errors=stderr", *_PHP_ASSERTS, "main.php"),
         install="PHP's command line (package php-cli)",
         trial="<?php",
         separator=STATEMENT,
-        epilogue="echo {!r} . {!r};",
+        epilogue=epilogue_of("epilogue.php"),
         syntax=("PHP Parse error:", "Parse error:"),
         memory=("Allowed memory size",),
     ),
@@ -328,7 +347,7 @@ INTERPRETED = {
         file="main.lua",
         run=("lua5.4", "-l", "guard", "main.lua"),
         install="Lua 5.4 (package lua5.4)",
-        restoring=lambda _: "\nlocal assert, error, require, os = held_for_tests()\n",
+        around=lambda *_: ("\nlocal assert, error, require, os = held_for_tests()\n", ""),
         guard="guard.lua",
         epilogue="print({!r} .. {!r})",
         syntax=(" expected ", " expected)", "unexpected symbol", "syntax error", "unfinished "),
@@ -340,7 +359,7 @@ INTERPRETED = {
         file="main.sh",
         run=("bash", "main.sh"),
         install="Bash (package bash)",
-        restoring=lambda _: _OWN_BUILTINS,
+        around=lambda *_: (_OWN_BUILTINS, ""),
         epilogue="printf '%s%s\\n' {!r} {!r}",
         syntax=(": syntax error", ": unexpected EOF"),
         memory=("cannot allocate", "Cannot allocate memory"),
@@ -352,7 +371,7 @@ INTERPRETED = {
         install="R (package r-base-core)",
         # What an `if (FALSE)` at the end of a completion has for itself.
         separator="\ninvisible(NULL)\n",
-        restoring=lambda _: _OWN_FUNCTIONS,
+        around=lambda *_: (_OWN_FUNCTIONS, ""),
         epilogue='cat({!r}, {!r}, "\\n", sep = "")',
         syntax=("Error: unexpected ",),
         memory=("cannot allocate",),

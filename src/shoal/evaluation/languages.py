@@ -28,13 +28,23 @@ _GO_ENVIRONMENT = {"GO111MODULE": "off", "GOTOOLCHAIN": "local", "CGO_ENABLED": 
 _CSHARP_EPILOGUE = epilogue_of("epilogue.cs")
 _D_EPILOGUE = epilogue_of("epilogue.d")
 
-_DEFINE = re.compile(r"^[ \t]*(?:#|%:)[ \t]*define[ \t]+(\w+)", re.MULTILINE)
+_DEFINE = re.compile(r"\bdefine(?:\s|/\*.*?\*/)+(?!defined\b)([^\W\d]\w*)", re.DOTALL)
 
 
-def _without_macros(completion: str) -> str:
-    """Returns the directives that end a C++ completion's macros, and bring `assert` back."""
-    ended = "".join(f"#undef {name}\n" for name in _DEFINE.findall(completion))
-    return f"\n{ended}#undef NDEBUG\n#include <cassert>\n"
+def _without_macros(completion: str, _tests: str, _name: str) -> tuple[str, str]:
+    """Returns the directives that end a C++ completion's macros, and bring `assert` back.
+
+    Comments and continued lines may stand within a directive, or before it; to end a macro that
+    there is not does nothing.
+    """
+    names = _DEFINE.findall(completion.replace("\\\r\n", "").replace("\\\n", ""))
+    ended = "".join(f"#undef {name}\n" for name in names)
+    return f"\n{ended}#undef NDEBUG\n#include <cassert>\n", ""
+
+
+def _in_a_class(_completion: str, _tests: str, name: str) -> tuple[str, str]:
+    """Returns a class within that of the tests, and one behind them, which ends no file sooner."""
+    return f"\nclass {name} {{ }}\n", f"\nclass end_{name} {{ }}"
 
 
 _OWN_MACROS = "\n" + "".join(
@@ -51,6 +61,7 @@ COMPILED = {
         run=("java", *_JAVA_MEMORY, "-cp", _CLASSES, "Epilogue"),
         install="a Java development kit (package default-jdk-headless)",
         trial="class Main { public static void main(String[] arguments) {} }",
+        around=_in_a_class,
         epilogue=epilogue_of("epilogue.java"),
         epilogue_file="Epilogue.java",
         memory=("java.lang.OutOfMemoryError",),
@@ -67,7 +78,7 @@ COMPILED = {
         run=("./main",),
         install="g++ (package g++)",
         trial="int main() {}",
-        restoring=_without_macros,
+        around=_without_macros,
         epilogue=epilogue_of("epilogue.cpp"),
         epilogue_file="last.cpp",
         memory=("std::bad_alloc", "std::bad_array_new_length"),
@@ -91,13 +102,18 @@ func init() {{ main(); os.Stdout.WriteString("{}" + "{}"); os.Exit(0) }}""",
     "go_test": Language(
         title="Go's tests",
         file="main_test.go",
-        compile=("go", "test", "-c", "-o", "main", "main_test.go"),
+        compile=("go", "test", "-c", "-o", "main", "main_test.go", "words_test.go"),
         run=("./main",),
         install=_GO,
-        # The tests import fmt; a package without tests would pass.
-        epilogue="""func TestMain(m *testing.M) {{
-    if m.Run() == 0 {{ fmt.Println("{}" + "{}") }}
+        around=lambda *_: ("", "\nvar _ = fmt.Sprint"),
+        # A package without tests would pass, and so would one whose arguments leave them out.
+        epilogue="""package PACKAGE
+import ("os"; "testing")
+func TestMain(m *testing.M) {{
+    os.Args = os.Args[:1]
+    if m.Run() == 0 {{ os.Stdout.WriteString("{}" + "{}") }}
 }}""",
+        epilogue_file="words_test.go",
         trial="""package main_test
 import (
     "fmt"
@@ -150,6 +166,7 @@ func TestTrial(t *testing.T) {}""",
         run=("mono", "main.exe"),
         install="Mono (packages mono-mcs, mono-runtime and libmono-system-numerics4.0-cil)",
         trial="class Program { public static void Main(string[] arguments) {} }",
+        around=_in_a_class,
         epilogue=_CSHARP_EPILOGUE,
         epilogue_file="epilogue.cs",
         memory=("System.OutOfMemoryException",),
@@ -175,7 +192,7 @@ func TestTrial(t *testing.T) {}""",
         install="Rust (package rustc; rustup's runs with the directory bin of "
         "`rustc --print sysroot` first on PATH)",
         trial="fn main() {}",
-        restoring=lambda _: _OWN_MACROS,
+        around=lambda *_: (_OWN_MACROS, ""),
         epilogue=epilogue_of("epilogue.rs"),
         epilogue_file="epilogue.rs",
         memory=("memory allocation of",),
@@ -188,6 +205,7 @@ func TestTrial(t *testing.T) {}""",
         install="the D compiler of GCC (package gdc)",
         trial="unittest {}\nvoid main() {}",
         separator=STATEMENT,  # the body of a `version (none)` at the end of a completion
+        around=lambda _, __, name: ("", f"\nextern (C) __gshared int {name};"),
         epilogue=_D_EPILOGUE,
         epilogue_file="epilogue.d",
         memory=("core.exception.OutOfMemoryError",),

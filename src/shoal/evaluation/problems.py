@@ -47,19 +47,22 @@ class Problem:
     suffix: str = ""
     stops: tuple[str, ...] = ()
 
-    def program(self, completion: str, separator: str = "\n", restoring: str = "") -> str:
+    def program(
+        self, completion: str, separator: str = "\n", before: str = "", behind: str = ""
+    ) -> str:
         """Returns the source text that is run.
 
         It passes if it reaches its last statement and exits with code 0.
 
         Args:
             separator: the text before the tests.
-            restoring: the text behind it, which takes from the tests names of the completion.
+            before: the text between the separator and the tests.
+            behind: the text behind the tests.
         """
         tests = self.tests
         if (rest := tests.lstrip()).startswith("}"):  # which belongs to the completion
             separator, tests = "\n}", rest[1:]
-        return f"{self.prompt}{completion}{self.suffix}{separator}{restoring}{tests}"
+        return f"{self.prompt}{completion}{self.suffix}{separator}{before}{tests}{behind}"
 
 
 def read_humaneval(path: str | Path) -> list[Problem]:

@@ -30,7 +30,7 @@ from typing import Any
 
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import isolation, processes, sandbox_exec, supervisor
-from shoal.evaluation.language import COMPILING, Bounds, Language, Step, StepResult
+from shoal.evaluation.language import COMPILING, Bounds, Language, Step, StepResult, name_of
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem
 
@@ -141,7 +141,9 @@ def find_toolchain(language: str, sandbox: Sandbox) -> Toolchain:
 def _trial(language: Language, toolchain: Toolchain, sandbox: Sandbox) -> StepResult:
     """Runs the language's smallest program; a busy machine has time to start its runtime."""
     steps = [replace(step, bounds=COMPILING) for step in toolchain.steps(language)]
-    return sandbox.run(language.files(language.trial, TRIAL), *steps)
+    before, behind = language.around("", "", name_of(TRIAL))
+    files = language.files(f"{before}{language.trial}{behind}", TRIAL)
+    return sandbox.run(files, *steps)
 
 
 def _without_numbers(line: str) -> str:

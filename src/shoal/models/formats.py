@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shoal.errors import RequestError
+from shoal.errors import RequestError, UnsupportedModel
 from shoal.native.build import SUFFIXES, cpu_flags, missing
 
 WIDE = 1024
@@ -184,6 +184,19 @@ def stored_format(config: Any, source: str | Path) -> torch.dtype | None:
 
 def _name(dtype: torch.dtype | None) -> str:
     return "an unknown format" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def headers_of(files: Iterable[str]) -> dict[str, tuple[list[int], str]]:
+    """Returns the shapes and formats of all tensors of files."""
+    headers = {}
+    for file in files:
+        if Path(file).suffix != ".safetensors":
+            raise UnsupportedModel(f"{Path(file).name} is no safetensors file")
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it has no iterator
+                part = tensors.get_slice(name)
+                headers[name] = part.get_shape(), part.get_dtype()
+    return headers
 
 
 FP8_BLOCK = (128, 128)

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shoal.errors import UnsupportedModel
+from shoal.models.formats import headers_of
 from shoal.models.weights.groups import GROUP, GroupLinear, Groups
 
 BITS = (4, 8)
@@ -161,8 +160,19 @@ def in_groups(config: Any, method: str, fields: Mapping[str, Any], exact: bool) 
         "exact": exact,
         "zero_less": first,
         "borrows": _borrows(fields),
+        "needs": _needs(method, fields),
     }
     return ours
+
+
+def _needs(method: str, fields: Mapping[str, Any]) -> list[str]:
+    """Returns the tensors that every quantised layer must have by the config."""
+    if method == "gptq":
+        return ["g_idx"] if fields.get("desc_act") else []
+    groups = [group["weights"] for group in (fields.get("config_groups") or {}).values()]
+    points = bool(groups) and not any(group.get("symmetric", True) for group in groups)
+    order = bool(groups) and all(group.get("actorder") in (True, "group") for group in groups)
+    return ["weight_zero_point"] * points + ["weight_g_idx"] * order
 
 
 @register_quantization_config(OURS)
@@ -174,14 +184,14 @@ class _GroupSettings(QuantizationConfigMixin):  # type: ignore[misc]
         exact: True for products of features that are not rounded.
         zero_less: True if stored zero points are one less than the zero points.
         borrows: True if the one was taken from whole words.
+        needs: the names of tensors that a layer must have.
     """
 
-    def __init__(
-        self, stored_by: str, exact: bool, zero_less: bool, borrows: bool, **_: Any
-    ) -> None:
+    def __init__(self, **entries: Any) -> None:
         self.quant_method = OURS
-        self.stored_by, self.exact, self.zero_less = stored_by, exact, zero_less
-        self.borrows = borrows
+        self.stored_by, self.exact = str(entries["stored_by"]), bool(entries["exact"])
+        self.zero_less, self.borrows = bool(entries["zero_less"]), bool(entries["borrows"])
+        self.needs = tuple(entries["needs"])
 
 
 @register_quantizer(OURS)
@@ -236,19 +246,6 @@ class _GroupReader(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def headers_of(files: Iterable[str]) -> dict[str, tuple[list[int], str]]:
-    """Returns the shapes and formats of all tensors of files."""
-    headers = {}
-    for file in files:
-        if Path(file).suffix != ".safetensors":
-            raise UnsupportedModel(f"{Path(file).name} is no safetensors file")
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it has no iterator
-                part = tensors.get_slice(name)
-                headers[name] = part.get_shape(), part.get_dtype()
-    return headers
-
-
 class _OtherLayout(Exception):
     """The reason why the kernels do not take a layer."""
 
@@ -276,6 +273,9 @@ class _StoredLinear(nn.Module):
     def groups(self, settings: _GroupSettings) -> Groups:
         """Returns the layer's weights. Raises _OtherLayout."""
         out, inputs = self.out_features, self.in_features
+        for name in settings.needs:
+            if self.part(name) is None:
+                raise _OtherLayout(f"the tensor {name} is not there, which its config calls for")
         if inputs % GROUP:
             raise _OtherLayout(f"the inputs are {inputs}, no multiple of {GROUP}")
         if settings.stored_by == "gptq":

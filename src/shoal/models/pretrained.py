@@ -28,9 +28,9 @@ from transformers.utils import cached_file
 
 from shoal.config import PARAMETERS
 from shoal.errors import ModelError, RequestError, UnsupportedModel
-from shoal.models.formats import require_even_blocks
+from shoal.models.formats import headers_of, require_even_blocks
 from shoal.models.gguf.tokenizer import tokenizer_of
-from shoal.models.grouped_checkpoints import PARTS, headers_of, in_groups, refusal
+from shoal.models.grouped_checkpoints import PARTS, in_groups, refusal
 from shoal.models.sources import directory_of, gguf_of
 
 INSTEAD = "take the checkpoint that it was made from, which quantize='target=int8' quantises"

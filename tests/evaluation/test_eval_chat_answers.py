@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sandboxes import strongest
+from shoal.errors import RequestError
 from shoal.evaluation.endings import cut_answer
 from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem
-from shoal.evaluation.sandbox import Sandbox
+from shoal.evaluation.sandbox import Sandbox, require
 from shoal.evaluation.tasks import code_tasks
 
 PYTHON = 'import math\n\ndef f(x):\n    """Says {."""\n'
@@ -137,3 +139,77 @@ def test_helpers_stay_in_other_languages(language: str, box: Sandbox) -> None:
 def test_a_function_without_an_end_stays_as_it_is() -> None:
     assert cut_answer(problem("javascript", "function f(x) {\n"), "  if (x) {\n") == "  if (x) {\n"
     assert cut_answer(problem("cobol", "F.\n"), "MOVE.\n```\nIt moves.") == "MOVE.\n"
+
+
+RUST = """    let parts: Vec<Pair<'_>> = vec![Pair { text: r#"}"# }].clone();
+    twice(x) + parts.len() as i64 - 1
+}
+
+fn twice(x: i64) -> i64 {
+    2 * x
+}
+
+#[derive(Clone)]
+struct Pair<'a> {
+    text: &'a str,
+}
+
+impl<'a> Drop for Pair<'a> {
+    fn drop(&mut self) {}
+}
+
+struct Unused;
+
+impl Unused {
+    fn new() -> Self { Unused }
+}
+
+fn main() {
+    println!("{}", f(1));
+}
+"""
+CONTINUED = {
+    "rust": ("fn f(x: i64) -> i64 {\n", ("\n}",), RUST, "}\n\nfn main() {\n    assert_eq!(f(4), 8);\n}\n"),
+    "cpp": (
+        "#include <assert.h>\nlong f(long x) {\n",
+        ("\n}",),
+        "  auto two = [](long y) { return 2 * y; };\n  return two(x);\n}\n\nint main() {\n  return 1;\n}\n",
+        "}\nint main() {\n  assert(f(4) == 8);\n}\n",
+    ),
+    "javascript": (
+        "function f(x) {\n",
+        ("\nfunction ", "\nconst ", "\n//"),
+        "  return twice(x)\n}\n\n// doubles\nfunction twice(x) {\n  return 2 * x\n}\n\nprocess.exit(f(1))\n",
+        "require('assert').strictEqual(f(4), 8)\n",
+    ),
+    "ruby": (
+        "def f(x)\n",
+        ("\nclass", "\ndef", "\n#", "\n\n"),
+        "  y = x\n\n  twice(y)\nend\n\ndef twice(x)\n  2 * x\nend\n\nexit f(1) if __FILE__ == $0\n",
+        "raise 'wrong' unless f(4) == 8\n",
+    ),
+    "java": (
+        "class Problem {\n    static long f(long x) {\n",
+        ("\n    }\n",),
+        "        return 2 * x;\n    }\n    public static void main(String[] args) {\n    }\n}\n",
+        "    }\n    public static void main(String[] args) {\n    if (f(4) != 8) throw new RuntimeException();\n    }\n}\n"
+        "class Main {\n    public static void main(String[] args) {\n    Problem.main(args);\n    }\n}\n",
+    ),
+}
+"""Of each language: a prompt, the stop strings of a function that is continued alone, a chat answer, tests."""
+
+
+@pytest.mark.parametrize("language", CONTINUED)
+def test_the_stop_strings_of_continued_functions_cut_no_helpers(language: str, box: Sandbox) -> None:
+    prompt, stops, answer, tests = CONTINUED[language]
+    asked = replace(problem(language, prompt, tests), stops=stops)
+    cut = cut_answer(asked, f"{answer}```\nIt doubles.\n")
+    assert "Unused" not in cut
+    assert ("main" in cut, "exit" in cut, "doubles." in cut) == (False, False, False)
+    assert ("twice" in cut) == ("twice" in answer)
+    try:
+        require([asked], box)
+    except RequestError as error:
+        pytest.skip(str(error))
+    result = execute(asked, cut, box)
+    assert result.passed, result.detail

@@ -75,6 +75,8 @@ def _parses(source: str) -> bool:
 
 LITERALS = r""""(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|`(?:\\.|[^`\\])*`"""
 C_COMMENTS, HASH_COMMENTS = r"//[^\n]*|/\*.*?\*/", r"(?:^|(?<=\s))\#[^\n]*"
+_RAW = r"""\br"[^"]*"|\br\#".*?"\#|\br\#\#".*?"\#\#"""
+"""Rust's texts in which a backslash stands for itself."""
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -129,9 +131,11 @@ def _ruby(_prompt: str, text: str, stopped: bool) -> str:
 CLOSING, RUBY_CLOSING = "\n}", "\nend"
 _CLOSINGS = {"scala": "\n    }", "csharp": "\n        }"}
 """The closing braces of functions in a class that the tests continue, as MBXP indents them."""
+_WITHIN_A_CLASS = ("java", *_CLOSINGS)
 COMMENTS = {
-    **dict.fromkeys(("javascript", "typescript", "java", "cpp", "go"), C_COMMENTS),
-    **dict.fromkeys(("kotlin", "scala", "csharp", "swift"), C_COMMENTS),
+    **dict.fromkeys(("javascript", "typescript", "java", "cpp", "go", "go_test"), C_COMMENTS),
+    **dict.fromkeys(("kotlin", "scala", "csharp", "swift", "d"), C_COMMENTS),
+    "rust": rf"{C_COMMENTS}|{_RAW}|'[A-Za-z_]\w*(?!')",  # the last one is a lifetime
     "perl": HASH_COMMENTS,
     "php": f"{C_COMMENTS}|{HASH_COMMENTS}",
 }
@@ -154,12 +158,14 @@ _LIMIT = "setrecursionlimit"  # a deep recursion needs it, wherever it is called
 _BY_TEXT = {"eval", "exec", "globals", "locals", "vars"}  # these reach names in texts
 _ENDS_OR_READS = {"exit", "_exit", "quit", "abort", "input", "stdin", "argv"}
 _REST_OF_LINE = re.compile(r"[ \t;]*\n?")
+_DIRECTIVE = re.compile(r"\s*#(?!!?\[)")  # no attribute of Rust or PHP
 _WORD = re.compile(r"[\w$]+")
 _IMPORT = re.compile(r"\s*(#\s*(include|define)|using|use|import|require|typedef)\b")
 _DECLARED = re.compile(
-    r"\b(?:function|func|def|sub|class|struct|enum|interface|trait|module|type|const|let|var)"
+    r"\b(?:function|func|fn|def|sub|class|struct|enum|interface|trait|module|type|const|let|var)"
     r"\b\s*(?:\*|self\.)?\s*([\w$]+)"
 )
+_IMPL = re.compile(r"\bimpl\b([^{;]*)\{")  # of Rust, for the type or trait that it names
 _CALLABLE = re.compile(r"([\w$]+)\s*\(\)[^;(){}=]*\{\}")
 _ASSIGNED = re.compile(r"([\w$]+)\s*(?:\[\]\s*)?(?::[^=;\n]+)?=(?![=>~])")
 _CONTROL = {"if", "for", "foreach", "while", "until", "switch", "catch", "elsif", "main"}
@@ -167,13 +173,19 @@ _CONTROL = {"if", "for", "foreach", "while", "until", "switch", "catch", "elsif"
 
 
 def cut_answer(problem: Problem, text: str) -> str:
-    """Returns the completion in a chat answer that continues the problem's prompt."""
+    """Returns the completion in a chat answer that continues the problem's prompt.
+
+    A problem's own stop strings are those of a function that is continued alone: they would cut
+    the helpers behind it. They decide where the function's end is not seen, and where the tests
+    continue the class around it.
+    """
     code = _FENCE.split(text, maxsplit=1)[0]
-    if problem.language == "python":
+    short = before_stop(code, problem.stops)
+    if problem.language == "python" and not problem.stops:
         return _cut_python(problem, ending("python").cut(problem.prompt, code, False))
     end = function_end(problem.language, problem.prompt, code)
-    if end is None:
-        return code
+    if end is None or (problem.stops and problem.language in _WITHIN_A_CLASS):
+        return short
     end = next(_REST_OF_LINE.finditer(code, end)).end()
     uncommented = partial(_without_comments, problem.language)
     words = set(_WORD.findall(uncommented(problem.prompt + code[:end]))) - {"main"}
@@ -184,9 +196,13 @@ def cut_answer(problem: Problem, text: str) -> str:
         for bare in [uncommented(piece)]
     ]
     needed = _closure(words, pieces)
-    return code[:end] + "".join(
+    kept = code[:end] + "".join(
         piece.text for piece in pieces if piece.stays or piece.binds & needed
     )
+    if problem.stops and problem.tests.lstrip().startswith("}"):  # which closes the last piece
+        kept = kept.rstrip()
+        return kept[:-1] if kept.endswith("}") else short
+    return kept
 
 
 @dataclass(frozen=True)
@@ -339,7 +355,8 @@ def _defined(code: str) -> set[str]:
     code, inner = re.sub(LITERALS, '""', code, flags=re.DOTALL), 1
     while inner:  # nested brackets become empty ones, from the inside
         code, inner = re.subn(r"([(\[{])[^()\[\]{}]+([)\]}])", r"\1\2", code)
-    names = (*_DECLARED.findall(code), *_CALLABLE.findall(code), *_ASSIGNED.findall(code))
+    heads = _WORD.findall(" ".join(_IMPL.findall(code)))
+    names = (*heads, *_DECLARED.findall(code), *_CALLABLE.findall(code), *_ASSIGNED.findall(code))
     return {*names} - _CONTROL
 
 
@@ -360,7 +377,7 @@ def _pieces(language: str, code: str) -> Iterator[str]:
         if match[0] == "\n" and not depth:
             piece = code[begin : match.end()]
             bare = _without_comments(language, piece).rstrip(" \t\n")
-            whole = bare.endswith((";", "}")) or bare.lstrip().startswith("#")
+            whole = bare.endswith((";", "}")) or _DIRECTIVE.match(bare)
             if whole or code[match.end() :].lstrip(" \t")[:1] == "\n":
                 yield piece
                 begin = match.end()

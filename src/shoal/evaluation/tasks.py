@@ -71,9 +71,7 @@ def _code_task(problem: Problem, chat: bool) -> Task:
             problem.prompt,
             stops=(FENCE,),
             read=partial(chat_ids, question=question, answer=answer),
-            complete=lambda text, _: (
-                before_stop(text, problem.stops) if problem.stops else cut_answer(problem, text)
-            ),
+            complete=lambda text, _: cut_answer(problem, text),
         )
     if problem.stops:
         return Task(

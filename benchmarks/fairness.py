@@ -48,10 +48,11 @@ class Run:
 
 
 class Client:
-    """Asks an engine, and notes when rows got their first tokens."""
+    """Asks an engine, and notes when rows were asked for, got their first tokens, and ended."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.rows, self.asked, self.first = engine, list[Row](), dict[Row, float](), dict[Row, float]()
+        self.engine, self.rows = engine, list[Row]()
+        self.asked, self.first, self.ends = dict[Row, float](), dict[Row, float](), dict[Row, float]()
 
     def ask(self, prompt: Ids, n: int, new: int) -> list[Row]:
         """Rows that do not end before they have so many tokens."""
@@ -67,6 +68,8 @@ class Client:
         now = time.perf_counter()
         for commit in commits:
             self.first.setdefault(commit.row, now)
+            if commit.sample is not None:
+                self.ends[commit.row] = now
         return bool(commits)
 
     def run(self, counted: Sequence[Row], started: float) -> Run:
@@ -74,8 +77,7 @@ class Client:
         while self.step():
             pass
         ended = time.perf_counter()
-        whole = [row.finished_at or ended for row in counted]
-        first = [self.first[row] - self.asked[row] for row in counted]
+        whole, first = ([at[row] - self.asked[row] for row in counted] for at in (self.ends, self.first))
         stats, tokens = self.engine.stats, [tuple(row.tokens) for row in self.rows]
         return Run(ended - started, first, whole, stats.pauses, stats.prefill_tokens, tokens)
 

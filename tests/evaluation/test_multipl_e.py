@@ -95,13 +95,13 @@ def test_a_suite_without_tests_has_not_passed(box: Sandbox, tmp_path: Path) -> N
         assert execute(asked, RECORDS[language]["right"], box).outcome == "failed"
 
 
-def test_an_answer_in_a_chat_ends_at_a_stop_token(tmp_path: Path) -> None:
+def test_an_answer_in_a_chat_ends_behind_its_definitions(tmp_path: Path) -> None:
     (asked,) = read(tmp_path / "set.jsonl", record("go_test.go"))
     (task,) = code_tasks([asked], chat=True)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert tokenizer.decode(task.read(tokenizer)).endswith(f"```go\n{asked.prompt}")
-    assert task.complete("x\n}\nfunc main() {\n}", False) == "x\n}"
+    assert task.complete("x\n}\nfunc main() {\n}", False) == "x\n}\n"
 
 
 @pytest.mark.parametrize(

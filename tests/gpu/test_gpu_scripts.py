@@ -327,7 +327,9 @@ def test_a_run_ends_with_a_verdict_whatever_happened(
     monkeypatch.setattr(script, "stages", lambda device: every)
     monkeypatch.setenv("RESULTS", str(tmp_path / "made"))
     assert script.main(["--device", "cpu", "--quick"]) == 1
-    files = {file.suffix: file.read_text(encoding="utf-8") for file in (tmp_path / "made").iterdir()}
+    written = list((tmp_path / "made").iterdir())
+    assert all(file.stem.endswith("-pretended-gpu") for file in written)
+    files = {file.suffix: file.read_text(encoding="utf-8") for file in written}
     assert files.keys() == {".json", ".md", ".log"}
     report = json.loads(files[".json"])
     assert [stage["stage"] for stage in report["stages"]] == ["kernels", "passes"]

@@ -85,6 +85,15 @@ def target(family: str) -> Runner:
     return wrap(tiny_model(family), family)
 
 
+def with_drafts(family: str) -> tuple[Runner, Tensor]:
+    """A model of two slots and eight ids: the first slot holds three, and four of a pass that may be taken back."""
+    runner, ids = target(family).fork(), torch.tensor([list(prompt(8))])
+    runner.memory.reserve(2, 12)
+    runner.feed([0], ids[:, :3], [3], want_logits=False)
+    runner.feed([0], ids[:, 3:7], [4])
+    return runner, ids
+
+
 @cache
 def stock_ids(family: str, ids: tuple[int, ...], new: int = NEW) -> list[int]:
     """What Transformers' own `generate` says, this prompt alone."""
@@ -515,11 +524,7 @@ def test_a_row_whose_states_are_nan_ends_alone(family: str) -> None:
 @torch.inference_mode()
 def test_zeros_for_states_and_inputs_that_are_not_finite() -> None:
     """The inputs, too, which follow the base state again once a draft is taken back."""
-    runner = target("lfm2").fork()
-    runner.memory.reserve(1, 12)
-    ids = torch.tensor([list(prompt(8))])
-    runner.feed([0], ids[:, :3], [3], want_logits=False)
-    runner.feed([0], ids[:, 3:7], [4])
+    runner, _ = with_drafts("lfm2")
     cache_ = runner.cache
     assert isinstance(cache_, StateCache)
     both = [*cache_.states_of(0), *cache_._row_states[0].inputs.values()]
@@ -644,11 +649,7 @@ def test_check_names_the_modules() -> None:
 
 def test_a_copy_of_a_row_whose_drafts_were_taken_back() -> None:
     """It goes on as its source does, though neither has the state of its tokens yet."""
-    runner = target("qwen3-next").fork()
-    runner.memory.reserve(2, 12)
-    ids = torch.tensor([list(prompt(8))])
-    runner.feed([0], ids[:, :3], [3], want_logits=False)
-    runner.feed([0], ids[:, 3:7], [4])
+    runner, ids = with_drafts("qwen3-next")
     runner.cache.rollback(0, 5)
     runner.cache.copy(0, 1, 5)
     both = runner.feed([0, 1], ids[:, 5:7].expand(2, -1), [2, 2])

@@ -242,9 +242,7 @@ class Detokenizer:
             held_back: the text that is held back, because its last character is incomplete.
             final: True if no text follows.
         """
-        stops_in_text: list[
-            tuple[int, int, bool]
-        ] = []  # where the text ends, with the stop string or not
+        places = list[tuple[int, int, bool]]()  # begin and end in the text, and whether it is shown
         for stop, is_marked in self._stops.items():
             spelled = self._marked if is_marked else None
             own, start = (self.text, before) if spelled is None else (spelled.text, marked)
@@ -260,9 +258,9 @@ class Detokenizer:
                 self._rules.waiting[stop] = at
             elif at >= 0:
                 cut, end = self._own_position(stop, at), self._own_position(stop, at + len(stop))
-                stops_in_text.append((cut, end, stop in self._rules.stops.shown))
-        if stops_in_text:
-            cut, end, is_shown = min(stops_in_text, key=lambda one: one[0])
+                places.append((cut, end, stop in self._rules.stops.shown))
+        if places:
+            cut, end, is_shown = min(places, key=lambda one: one[0])
             text = self.text + held_back
             self.text, self.ends[-1] = text[: end if is_shown else cut], len(text)
             self.token_count = self.covering(end if is_shown else cut)

@@ -4,12 +4,14 @@
 #   PIP_ARGS='...'             further arguments for pip, such as --extra-index-url for an index of CPU wheels of torch
 #   TORCH=torch==2.13.0        exactly this torch; otherwise a machine without an NVIDIA GPU gets a CPU build, and the
 #                              install stops with advice if it finds none, rather than fetch gigabytes of CUDA
+#   PART=2                     which part of the slow tests `make test-turn` runs, 1 to 4; otherwise that of the day
 #   PYTEST_ARGS='-k accept'    further arguments for pytest
 #   BENCH_ARGS='--regret'      arguments of `shoal bench`; BENCH_ARGS=--help lists them
 
 PYTHON ?= python3
 PIP_ARGS ?=
 TORCH ?=
+PART ?= turn
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 export PYTHON PIP_ARGS TORCH
@@ -21,7 +23,7 @@ BIN := .venv/bin
 CORE := .venv/done-core
 DEV := .venv/done-dev
 
-.PHONY: help demo bench test test-all lane lanes lint types mutants package format clean
+.PHONY: help demo bench test test-turn test-all lane lanes lint types mutants package format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,6 +38,9 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations=15
 
 test: $(DEV) ## the tests, without those marked as slow
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-turn: $(DEV) ## the tests, and of those marked as slow a fourth, each day another (PART=2 for one of them), as CI does
+	@$(PYTEST) --slow-part $(PART) $(PYTEST_ARGS)
 
 test-all: $(DEV) ## all tests
 	@$(PYTEST) $(PYTEST_ARGS)

@@ -80,6 +80,11 @@ class Lane:
     quick: str = ""
 
 
+def turn(number: int) -> int:
+    """Whose turn it is today, 0 to number - 1: each day the next one's."""
+    return date.today().toordinal() % number
+
+
 def promised(name: str) -> str:
     """The oldest release of a package that pyproject.toml promises."""
     bound = re.search(rf'"{name}>=(\d+\.\d+)', PROJECT)
@@ -229,7 +234,7 @@ def main() -> int:
         parser.error(f"there is no lane {', '.join(unknown)}; there are {', '.join(LANES)}")
     names = list(LANES)
     if asked.what == "turn":
-        names = [names[date.today().toordinal() % len(names)]]
+        names = [names[turn(len(names))]]
     names = asked.lanes or names
     if asked.what == "list":
         print("\n".join(names))

@@ -62,7 +62,7 @@ from shoal.native.build import missing
 from shoal.testing import save_pair
 from shoal.types.stats import Stats
 
-pytest_plugins = ["groups"]  # of tests/helpers
+pytest_plugins = ["groups", "parts"]  # of tests/helpers
 
 SECONDS_PER_TEST = 300  # `@pytest.mark.limit(seconds)` sets another; a machine may be ten times slower than an idle one
 
@@ -80,15 +80,6 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 def pytest_xdist_auto_num_workers() -> int:
     """As many as there are cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-SHARED = ("test_ray.py", "test_tensor_parallel.py")
-"""Tests that share processes which take long to start."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """They come first: what is last in one process is left to others, which would start theirs."""
-    items.sort(key=lambda item: item.path.name not in SHARED)
 
 
 def pytest_collection_finish() -> None:

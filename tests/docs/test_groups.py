@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -47,6 +48,28 @@ def test_names_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ci_requires_every_group() -> None:
     (line,) = [line for line in (ROOT / ".ci/run").read_text().splitlines() if "SHOAL_TEST_REQUIRE=" in line]
     assert line.partition("=")[2].split(",") == list(GROUPS)
+
+
+QUICK = {
+    "bubblewrap": "evaluation/test_execution.py::test_results_of_a_language",
+    "chromium": "serve/test_playground.py::test_the_columns_are_what_the_bundled_pair_generates",
+    "ray": "serve/test_ray.py::test_a_cluster_of_our_own_listens_on_loopback_and_asks_for_a_token",
+    "lm-eval": "integrations/test_lm_eval.py::test_scores_of_lm_eval_are_those_of_its_class_for_transformers",
+    "llm": "integrations/test_llm_plugin.py::test_it_streams_the_texts_of_generate",
+    "gguf": "models/test_gguf.py::test_greedy_ids_are_those_of_transformers",
+    "compiler": "kernels/test_native.py::test_the_kernel_is_the_definition",
+    "smollm2": "real/test_real_tokenizer.py::test_texts_are_read_and_written_back",
+}
+"""A test of each group that every run of CI has."""
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_group_has_tests_that_are_not_slow(group: str) -> None:
+    file, _, name = QUICK[group].partition("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text("utf-8"))
+    (test,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    marks = [node for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node.targets[0])]
+    assert not [mark for mark in [*test.decorator_list, *marks] if "mark.slow" in ast.unparse(mark)]
 
 
 CASE = """

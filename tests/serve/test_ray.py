@@ -49,7 +49,6 @@ from shoal.serve import cluster, logs, pool, relay  # noqa: E402
 SECONDS = 240
 """The longest that anything is waited for."""
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.limit(600),  # many processes that each import torch
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
 ]
@@ -144,6 +143,7 @@ def essence(entry: dict[str, Any]) -> tuple[Any, ...]:
     return [choice["text"] for choice in entry.get("choices", ())], took, entry.get("error")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_and_doubles_nothing(alone: Shoal, pair: tuple[Path, Path], tmp_path: Path) -> None:
     bodies = [{"id": i, "prompt": f"line {i}", "seed": i, "n": 2, "max_tokens": 24} for i in range(48)]
     bodies[5] |= {"prompt": None}
@@ -180,6 +180,7 @@ class Frail:
             done({"id": line.id})
 
 
+@pytest.mark.slow
 def test_a_line_that_kills_its_worker_has_an_error_and_the_others_their_answers(tmp_path: Path) -> None:
     lines = [BatchLine(number, "poison" if number == 5 else "", number, True) for number in range(16)]
     got: list[Any] = []
@@ -196,6 +197,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_workers_that_die_while_they_load_are_no_lines_fault(tmp_path: Path) -> None:
     done: list[Any] = []
     with pytest.raises(ModelError, match="3 workers in succession died while they loaded"):
@@ -207,6 +209,7 @@ def load_nothing() -> None:
     raise ModelError("no such pair")
 
 
+@pytest.mark.slow
 def test_an_error_of_a_worker_is_raised_here(tmp_path: Path) -> None:
     done: list[Any] = []
     with pytest.raises(ModelError, match=r"^no such pair$"):
@@ -214,6 +217,7 @@ def test_an_error_of_a_worker_is_raised_here(tmp_path: Path) -> None:
     assert not done
 
 
+@pytest.mark.slow
 def test_waiting_for_a_machine_that_is_not_there_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []  # asked of the logger itself: what Ray does to the handlers of a process is its own affair
     monkeypatch.setattr(cluster.LOG, "warning", lambda text, *values: said.append(text % values))
@@ -376,6 +380,7 @@ def scaled(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return seen
 
 
+@pytest.mark.slow
 def test_a_replica_is_added_and_removed_by_demand(scaled: Scaled) -> None:
     first, grown, shrinking, last = scaled.states
     assert (first, grown, last) == ({"RUNNING": 1}, {"RUNNING": 2}, {"RUNNING": 1})
@@ -384,6 +389,7 @@ def test_a_replica_is_added_and_removed_by_demand(scaled: Scaled) -> None:
     assert len(scaled.ended) == 1, "the process of the replica that was removed"
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_with_a_replica_and_all_answers_are_those_of_one_process(scaled: Scaled, alone: Shoal) -> None:
     """Also the request that the removed replica had not answered when it began to stop. What ends with the server is lost."""
     assert scaled.kept[scaled.ended[0]] in scaled.answers
@@ -401,6 +407,7 @@ def test_nothing_is_lost_with_a_replica_and_all_answers_are_those_of_one_process
     assert isinstance(scaled.at_the_end, httpx.HTTPError) or scaled.at_the_end >= 500, "it was not waited for"
 
 
+@pytest.mark.slow
 def test_replicas_answer_as_one_server(scaled: Scaled) -> None:
     assert scaled.refused.json()["error"]["code"] == "unknown_field"
     assert scaled.stream.strip().endswith("data: [DONE]")
@@ -408,11 +415,13 @@ def test_replicas_answer_as_one_server(scaled: Scaled) -> None:
     assert scaled.ids[1] == ["wrong"]
 
 
+@pytest.mark.slow
 def test_one_answer_has_the_metrics_of_both_replicas(scaled: Scaled) -> None:
     assert list(scaled.alive.values()) == [1, 1]
     assert set(scaled.alive) == {line["replica"] for line in scaled.log if "replica" in line}
 
 
+@pytest.mark.slow
 def test_replicas_log_as_one_server(scaled: Scaled) -> None:
     """One line per request, whichever replica answered; none of probes."""
     lines = {line["request_id"]: line for line in scaled.log if line.get("status") == 200}
@@ -490,6 +499,7 @@ def beside(scaled: Scaled, pair: tuple[Path, Path], tmp_path_factory: pytest.Tem
     return seen
 
 
+@pytest.mark.slow
 def test_applications_of_others_stay_and_their_proxy_is_respected(scaled: Scaled, beside: Beside) -> None:
     other_port, other_route = beside.refusals
     assert re.search(f"listens at 127.0.0.1:{scaled.port} already .* give --host 127.0.0.1 --port {scaled.port}", other_port)
@@ -501,10 +511,12 @@ def test_applications_of_others_stay_and_their_proxy_is_respected(scaled: Scaled
     assert beside.gone
 
 
+@pytest.mark.slow
 def test_a_flood_is_told_to_come_again(beside: Beside) -> None:
     assert (beside.flood[0], set(beside.flood), len(beside.flood)) == (503, {200, 503}, 24)
 
 
+@pytest.mark.slow
 def test_a_log_of_text_has_what_replicas_say(beside: Beside) -> None:
     """Probes, too, at the level debug."""
     lines = beside.log.splitlines()
@@ -519,6 +531,7 @@ def test_a_log_of_text_has_what_replicas_say(beside: Beside) -> None:
     assert any("prompts that are kept for later requests" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_lines_that_wait_when_the_relay_is_closed_are_taken() -> None:
     async def taken() -> list[list[str] | None]:
         lines = relay.Relay()
@@ -544,6 +557,7 @@ class SlowRelay:
         return self.lines
 
 
+@pytest.mark.slow
 def test_a_replica_that_ends_has_sent_its_last_line(two_cpus: None) -> None:
     actor: Any = ray.remote(SlowRelay).options(name="slow", namespace=relay.NAMESPACE, num_cpus=0).remote()
     ray.get(actor.kept.remote())

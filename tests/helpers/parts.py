@@ -1,0 +1,50 @@
+"""The slow tests in parts: `--slow-part 2` runs the tests that are not slow, and a fourth of the others.
+
+`--slow-part turn`, as CI has it, runs the part of the day. The name of a test alone decides its part: a new test moves no other.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import pytest
+
+import lanes
+
+PARTS = 4
+SHARED = ("test_ray.py", "test_tensor_parallel.py")
+"""Files whose tests share processes which take long to start; all of a file are in one part."""
+
+
+def part_of(nodeid: str) -> int:
+    """The part of a slow test, 1 to PARTS."""
+    file = nodeid.partition("::")[0]
+    return 1 + crc32((file if file.endswith(SHARED) else nodeid).encode()) % PARTS
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    numbers = [str(number) for number in range(1, PARTS + 1)]
+    text = "the tests not marked as slow, and this part of the others; turn: that of the day"
+    parser.addoption("--slow-part", choices=["turn", *numbers], help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that starts the others reads the calendar: they go on past midnight."""
+    if config.option.slow_part == "turn":
+        config.option.slow_part = str(1 + lanes.turn(PARTS))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the slow tests of the other parts. Tests that share processes come first: what is last in one process of tests
+    is left to others, which would start theirs."""
+    items.sort(key=lambda item: item.path.name not in SHARED)
+    if part := config.option.slow_part:
+        others = {item for item in items if item.get_closest_marker("slow") and part_of(item.nodeid) != int(part)}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says which part this was."""
+    if part := terminalreporter.config.option.slow_part:
+        terminalreporter.write_line(f"slow tests: part {part} of {PARTS}")

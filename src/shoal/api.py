@@ -102,10 +102,7 @@ class GenerateOptions(CallOptions, Options, total=False):
 
 
 class Shoal(Pair):
-    """A loaded pair, ready to generate. As a context manager it closes itself.
-
-    Its attributes are those of `shoal.engine.pair.Pair`.
-    """
+    """A loaded pair, ready to generate; as a context manager it closes itself."""
 
     def __init__(
         self,

@@ -16,10 +16,7 @@ def sync(file: IO[bytes] | IO[str]) -> None:
 
 
 def sync_entry(path: Path) -> None:
-    """Waits until the name of a new file is on the disk.
-
-    For a link, it waits for the name of the file that the link points to.
-    """
+    """Waits until the name of a new file, or of the file that a link points to, is on the disk."""
     with suppress(OSError):  # some systems open no directories, some file systems sync none
         directory = os.open(path.resolve().parent, os.O_RDONLY)
         try:

@@ -53,10 +53,7 @@ class OutOfMemory(ModelError):
 
 
 class OutOfStep(ModelError):
-    """One of the processes that share a model has failed or ended, and the others cannot go on.
-
-    All the processes must be started again.
-    """
+    """A process that shares a model failed or ended; all of them must be started again."""
 
 
 class BadLogits(ModelError):

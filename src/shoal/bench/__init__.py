@@ -84,10 +84,7 @@ def rows_of(result: Result) -> list[Sample]:
 
 
 def in_turns(methods: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """Yields (repeat, method) in the order of measuring.
-
-    The methods take turns, every other turn in reverse order.
-    """
+    """Yields (repeat, method) as measured: in turns, every other turn in reverse order."""
     for repeat in range(repeats):
         for name in methods[:: -1 if repeat % 2 else 1]:
             yield repeat, name
@@ -238,9 +235,6 @@ def per_position(rate: float, k: int) -> float:
 
 
 def predicted_speedup(acceptance: float, k: int, costs: Costs) -> float:
-    """Computes tokens per round over the cost of a round compared with a plain one.
-
-    Tokens per round are (1 - a^(k+1)) / (1 - a).
-    """
+    """Computes (1 - a^(k+1)) / (1 - a) tokens per round over the cost of a round in plain ones."""
     tokens = sum(acceptance**i for i in range(k + 1))
     return tokens * costs.round(0) / costs.round(k)

@@ -97,10 +97,7 @@ def baseline_method(pair: Shoal, name: str) -> Method:
 
 
 def _batched(pair: Shoal, work: Work, **options: Any) -> Run:
-    """Runs `generate` on all rows at once, prompts padded on the left.
-
-    The user has a row when all are done.
-    """
+    """Runs `generate` on all rows at once, padded on the left; rows are handed over together."""
     rows, hf = work.rows, pair.target.hf
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=hf.device)
@@ -125,10 +122,7 @@ def _batched(pair: Shoal, work: Work, **options: Any) -> Run:
 
 
 def _static(pair: Shoal, work: Work) -> Run:
-    """Runs `_batched` with a static cache and the compiled forward pass.
-
-    Transformers compiles only on accelerators by default.
-    """
+    """Runs `_batched` with a static cache and the forward pass compiled, on a CPU too."""
     on_cpu = pair.target.device.type == "cpu"
     compiling = CompileConfig(mode="default" if on_cpu else "reduce-overhead")
     compiling._compile_all_devices = on_cpu
@@ -136,10 +130,7 @@ def _static(pair: Shoal, work: Work) -> Run:
 
 
 def _continuous(pair: Shoal, work: Work) -> Run:
-    """Runs `generate_batch`; its start-up and shut-down are not counted.
-
-    Its pool is no larger than the work needs.
-    """
+    """Runs `generate_batch` with a pool for this work; start-up and shut-down are not counted."""
     rows = work.rows
     pages = sum(-(-(len(row) + work.max_new_tokens) // PAGE) for row in rows)
     known = ContinuousBatchingConfig.__dataclass_fields__
@@ -349,10 +340,7 @@ class IdentityCheck:
         )
 
     def _control(self, work: Work, plain: Run) -> Identity:
-        """Compares some rows of the plain run with the same rows decoded one by one.
-
-        In 16 bit, batching changes ties by itself.
-        """
+        """Compares some rows of the plain run with the same rows decoded one by one."""
         first = {prompt: row for row, prompt in reversed(list(enumerate(work.rows)))}
         rows = sorted(first.values())[:CONTROL_ROWS]
         single = [

@@ -45,10 +45,7 @@ from shoal.models.sources import bundled
 
 
 def peak_tensor_bytes(work: Callable[[], object]) -> int:
-    """Counts, on a CPU, the most bytes of tensors alive at once that `work` allocated.
-
-    `work` is run under the profiler.
-    """
+    """Counts, by the profiler, the most bytes of tensors on a CPU that `work` held at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     alive = peak = 0
@@ -60,10 +57,7 @@ def peak_tensor_bytes(work: Callable[[], object]) -> int:
 
 
 def peak_device_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Returns, on CUDA, the most bytes that torch held during `work`.
-
-    They include all that was there before: weights, captured graphs.
-    """
+    """Returns the most bytes that torch held on CUDA during `work`, all those before included."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     work()

@@ -181,10 +181,7 @@ def _counts(stats: Sequence[Stats]) -> dict[str, Any]:
 
 
 def _stages(stats: Stats) -> dict[str, float]:
-    """Computes milliseconds per round.
-
-    On an accelerator work is queued: the stage that waits for it pays.
-    """
+    """Computes milliseconds per round; the stage that waits for an accelerator pays for it."""
     names = {"draft": "propose", "verify": "verify", "accept": "accept", "commit": "commit"}
     spent = {name: getattr(stats, f"seconds_{field}") for name, field in names.items()}
     spent["other"] = stats.seconds - stats.seconds_prefill - sum(spent.values())
@@ -216,10 +213,7 @@ class Report:
         return tables
 
     def ceiling(self, what: str) -> float | None:
-        """Returns the "flops" or "bytes" per second that the machine can do.
-
-        It is the higher of the values measured before and after.
-        """
+        """Returns "flops" or "bytes" per second of the machine, the higher of two measurements."""
         measured = [
             self.machine[when][what]
             for when in ("ceilings_before", "ceilings_after")

@@ -37,10 +37,7 @@ def _disturbed(one: ReportLine) -> str:
 
 
 def _identity(one: ReportLine) -> str:
-    """Writes the rows equal to plain greedy decoding.
-
-    In 16 bit the control is added: the changes that batching makes by itself.
-    """
+    """Writes the rows equal to plain greedy decoding, in 16 bit with the control."""
     if one.identity is None:
         return ""
     shown = f"{one.identity.same}/{one.identity.rows}"
@@ -269,10 +266,7 @@ def _device(report: Report) -> str:
 
 
 def _styles(lines: Sequence[ReportLine]) -> dict[str, dict[str, Any]]:
-    """Returns a colour and a marker per setting.
-
-    Transformers' own methods are dashed, plain decoding is grey.
-    """
+    """Returns a colour and a marker per setting: Transformers' dashed, plain decoding grey."""
     styles: dict[str, dict[str, Any]] = {}
     for one in lines:
         if one.label not in styles:
@@ -369,10 +363,7 @@ def _finish(axes: Any) -> None:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Names the lines at their right ends, in place of a legend.
-
-    Names that would overlap are moved apart.
-    """
+    """Names the lines at their right ends, in place of a legend, moved apart where they overlap."""
     low, high = axes.get_ylim()
     lowest = 0.0
     for value, label, colour in sorted(ends):

@@ -152,10 +152,7 @@ class Run:
         return times[0], fmean(times), times[-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns an object for JSON, without the tokens, and without `loaded`.
-
-        A report has `loaded` once.
-        """
+        """Returns an object for JSON, without tokens and `loaded`, which a report has once."""
         counts = replace(self.stats, loaded={}).to_dict() if self.stats else None
         busy = None if self.busy is None else [vars(one) for one in self.busy]
         tokens = list(map(len, self.ids))
@@ -243,10 +240,7 @@ class Load:
 
     @staticmethod
     def of(runner: Runner) -> Load | None:
-        """Computes the load of a model.
-
-        It is None for mixtures of experts, whose positions do not use all parameters.
-        """
+        """Computes the load of a model; None for mixtures of experts, which are used in part."""
         config = runner.hf.config.get_text_config()
         if getattr(config, "num_experts_per_tok", None):
             return None

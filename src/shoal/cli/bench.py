@@ -115,10 +115,7 @@ def _console(width: int) -> Console:
 
 
 def _file_name(report: Report) -> str:
-    """Returns a name such as 2026-11-21-x86_64-2-threads.json.
-
-    An earlier file of the same day is replaced.
-    """
+    """Returns a name such as 2026-11-21-x86_64-2-threads.json, one for each day."""
     machine = report.machine
     parts = [machine["date"], machine["device"], f"{machine['threads']}-threads"]
     parts += ["imposed"] if report.config["acceptance"] is not None else []
@@ -362,10 +359,7 @@ def _measure(
 
 
 def _pool(pair: Shoal, texts: list[str], prompt_tokens: int, job: Job) -> list[tuple[int, ...]]:
-    """Returns the prompts as ids: the given ones, or held-out problems.
-
-    A pair without tokenizer gets random ones.
-    """
+    """Returns ids of prompts: the given ones, held-out problems, or random without a tokenizer."""
     size = max(POOL, *job.batches)
     if pair.tokenizer is None:
         if texts:

@@ -315,10 +315,7 @@ def _names(model: Shoal) -> str:
 
 
 def _talk(session: ChatSession, view: ChatView, read: ReadLine) -> None:
-    """Answers the lines of a terminal until the user leaves.
-
-    An error or Ctrl-C ends an answer, but not the chat.
-    """
+    """Answers the lines of a terminal until the user leaves; Ctrl-C and errors end answers only."""
     while True:
         asking = False
         try:

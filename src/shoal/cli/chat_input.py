@@ -227,10 +227,7 @@ def history_file() -> Path:
 
 
 def _readline() -> Any:
-    """Returns the readline module.
-
-    It is None if Python was built without it; the terminal then edits lines itself.
-    """
+    """Returns the readline module, or None in a Python without it."""
     try:
         import readline
     except ImportError:

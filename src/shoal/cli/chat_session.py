@@ -55,10 +55,7 @@ class ChatSettings:
         return int(self.values["n"])
 
     def stream_options(self, attempt: int) -> dict[str, Any]:
-        """Returns the options of `Shoal.stream`.
-
-        With a seed, each later attempt at a message has the next seed, so that it differs.
-        """
+        """Returns the options of `Shoal.stream`, with the next seed for a later attempt."""
         options = with_ends(
             {name: value for name, value in self.values.items() if name != "n"}, self._ends
         )
@@ -223,10 +220,7 @@ def _split(rules: ReasoningRules | None) -> Split:
 
 
 def _ends_of_reasoning(model: Shoal, rules: ReasoningRules) -> list[int]:
-    """Returns the ids of the special tokens that enclose reasoning.
-
-    Texts show these tokens, so that reasoning can be told from an answer.
-    """
+    """Returns the ids of the special tokens that enclose reasoning, which texts show."""
     from shoal.engine.detokenizer import special_tokens
 
     around, names = "".join(rules.marks), special_tokens(model.tokenizer)

@@ -235,10 +235,7 @@ def show_answer(console: Console, number: int, sample: Sample, answer: Candidate
 
 
 def counts(stats: Stats, prompt_tokens: int = 0) -> str:
-    """Returns counts and times in a line.
-
-    With a prompt's tokens it also says how many of them did not have to be computed.
-    """
+    """Returns counts and times in a line, and the prompt's tokens that were not computed again."""
     line = (
         f"{counted(stats.committed, 'token')}, {stats.seconds:.2f} s, "
         f"{stats.tokens_per_second:.0f} tokens/s, acceptance length {stats.acceptance_length:.2f}"

@@ -116,17 +116,11 @@ class CheckCase:
 
     @property
     def draft_context(self) -> int:
-        """The most tokens of a row that the drafter reads.
-
-        It is the context of the draft model; without a draft model there is no limit.
-        """
+        """The most tokens of a row that the drafter reads: its model's context, or no limit."""
         return sys.maxsize if self.model.draft_model is None else self.model.draft_model.context
 
     def drafted(self) -> CheckCase:
-        """Returns the case with only those prompts that fit in the drafter's context.
-
-        Nothing is drafted for longer prompts.
-        """
+        """Returns the case with only those prompts that fit in the drafter's context."""
         return replace(
             self, sets=[held for one in self.sets if (held := one.within(self.draft_context))]
         )

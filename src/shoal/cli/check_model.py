@@ -1,7 +1,4 @@
-"""The checks of `shoal check` that need no drafter.
-
-Each is a function from a `CheckCase` or a model to a `CheckResult`.
-"""
+"""The checks of `shoal check` without a drafter, from a `CheckCase` or model to a `CheckResult`."""
 
 from __future__ import annotations
 
@@ -176,10 +173,7 @@ def turn_end(model: Shoal) -> Iterator[CheckResult]:
 
 
 def drafters_in_the_box(target: Runner) -> list[str]:
-    """Returns the drafters that need neither a second model nor training.
-
-    The first is the one that `auto` means.
-    """
+    """Returns the drafters that need no second model or training, the one of `auto` first."""
     from shoal.drafting.mtp import has_layer
 
     drafters = [MTP.name] if has_layer(target) else []
@@ -250,10 +244,7 @@ def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
 
 
 def context(case: CheckCase) -> CheckResult:
-    """Checks that the longest prompt and its continuation fit in the target.
-
-    It also tells how far the drafter can follow.
-    """
+    """Checks that the longest prompt and its continuation fit; tells how far drafts go."""
     longest = case.longest
     need, target = longest + case.max_new_tokens, case.model.target.context
     data = {"needed": need, "target": target}
@@ -284,10 +275,7 @@ def context(case: CheckCase) -> CheckResult:
 
 
 def number_format(runner: Runner) -> CheckResult:
-    """Tells which number format was chosen and why.
-
-    It also tells whether a CPU has instructions for it, and whether seeds hold in it.
-    """
+    """Tells which number format was chosen and why, and whether seeds hold in it."""
     import torch
 
     from shoal.models import formats

@@ -301,10 +301,7 @@ def best_first(output: Output) -> list[Sample]:
 def show_suggestions(
     console: Console, name: str, before: str, behind: str, ranked: Sequence[Sample]
 ) -> None:
-    """Prints the suggestions, best first.
-
-    Equal texts are printed once, and rows that Ctrl-C cut are left out.
-    """
+    """Prints the suggestions, best first, each text once, without rows that Ctrl-C cut."""
     samples = [sample for sample in ranked if sample.finish_reason not in ("cancelled", "error")]
     texts = list(dict.fromkeys(sample.text for sample in samples))
     for number, text in enumerate(texts, 1):

@@ -361,10 +361,7 @@ class SamplingOptions(SampleOptions):
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """Returns the options of `Shoal.generate` that have a value.
-
-        The others keep the library's defaults.
-        """
+        """Returns the options of `Shoal.generate` that have a value; others keep their defaults."""
         if self.greedy and self.temperature:
             raise RequestError(
                 f"--greedy means --temperature 0, but --temperature {self.temperature:g} was "

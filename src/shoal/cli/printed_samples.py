@@ -65,10 +65,7 @@ def python_text(text: str) -> Text:
 
 
 def describe(sample: Sample) -> str:
-    """Describes a sample in one line: rank figure, end, size, and tokens per round.
-
-    With a rank it fits 80 columns.
-    """
+    """Describes a sample in 80 columns: rank figure, end, size, and tokens per round."""
     committed = sample.accepted + sample.rounds if sample.syntax == "cut" else len(sample.token_ids)
     per_round = committed / sample.rounds if sample.rounds else 0.0
     late = (
@@ -96,10 +93,7 @@ def report_failures(result: Result) -> bool:
 
 
 class Interrupt:
-    """A flag that is true once Ctrl-C was pressed.
-
-    A second press raises KeyboardInterrupt at once.
-    """
+    """A flag that Ctrl-C sets; a second press raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self.pressed = False

@@ -229,10 +229,7 @@ class AlignmentVocabulary:
         return bisect_left(self._texts, beginning), end
 
     def _same(self, text: bytes) -> tuple[int, int]:
-        """Returns the range of the tokens of exactly these bytes.
-
-        Vocabularies of pieces may spell a byte twice.
-        """
+        """Returns the range of the tokens of exactly these bytes, which pieces may spell twice."""
         return bisect_left(self._texts, text), bisect_left(self._texts, text + b"\0")
 
 

@@ -198,10 +198,7 @@ class Estimates:
 
 
 def _key(request: Request) -> Any:
-    """Returns a key, equal for requests of one owner with the same p and the same limits.
-
-    Seeds do not matter.
-    """
+    """Returns a key, equal for one owner's requests of equal p and limits, whatever the seed."""
     sampling, limits = request.sampling, request.limits
     settings = [
         _hashable(getattr(sampling, each.name)) for each in fields(sampling) if each.name != "seed"

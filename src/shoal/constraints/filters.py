@@ -52,10 +52,7 @@ class Filter:
 
     @property
     def grammar(self) -> Grammar:
-        """The set as a grammar.
-
-        Its `text` is the value that `grammar` takes over HTTP with the type "lark".
-        """
+        """The set as a grammar, whose `text` HTTP takes as a `grammar` of type "lark"."""
         return Grammar("lark", f"start: TEXT\nTEXT: {self.expression}")
 
 

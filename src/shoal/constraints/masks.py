@@ -30,10 +30,7 @@ def begin(row: Row, constraints: Sequence[Constraint[Any]]) -> None:
 
 
 def advance(row: Row, token: int) -> None:
-    """Moves the row's states past a committed token, which is no EOS id of the row.
-
-    Constraints that are free after the token are dropped.
-    """
+    """Moves a row's states past a committed token, no EOS id; drops constraints that are free."""
     moved = [
         (constraint, _next_state(constraint, state, token)) for constraint, state in row.constraints
     ]
@@ -75,10 +72,7 @@ def certain_tokens(row: Row, draft: Sequence[int], vocab_size: int) -> tuple[int
 
 
 def is_complete(row: Row, vocab_size: int) -> bool:
-    """Returns True if the constraints of the row let its text end here, and let nothing follow.
-
-    The row has at least one constraint.
-    """
+    """Returns True if the row's constraints, one at least, let its text end here and only that."""
     cpu = torch.device("cpu")
     masks = [
         _mask_of(constraint, [state], vocab_size, cpu) for constraint, state in row.constraints

@@ -159,10 +159,7 @@ class Members(Check[State]):
 
 
 def _extends(byte: bytes) -> bool:
-    """Returns True if a byte may belong to an identifier.
-
-    All bytes of characters beyond ASCII are taken for parts of one.
-    """
+    """Returns True if a byte may belong to an identifier; all beyond ASCII are taken to."""
     return byte.isalnum() or byte == b"_" or byte >= b"\x80"
 
 

@@ -76,25 +76,16 @@ class Constraint(Protocol[State]):
         return len(draft), ()
 
     def why(self, state: State) -> str:
-        """Returns the reason why `mask` failed in its last call for this state.
-
-        The text is empty if the call did not fail at this state.
-        """
+        """Returns the reason why the last call of `mask` failed for this state; "" = it did not."""
         return ""
 
     def is_free(self, state: State) -> bool:
-        """Returns True if nothing is excluded after this state and all states that follow it.
-
-        A row drops such a constraint.
-        """
+        """Returns True if nothing is excluded from this state on; a row drops such constraints."""
         return False
 
     @property
     def batch_key(self) -> Hashable:
-        """A key; constraints with equal keys are of one class.
-
-        `mask` of any of these constraints takes the states of all.
-        """
+        """A key, equal for constraints of one class whose states any `mask` of them takes."""
         return id(self)
 
 
@@ -110,10 +101,7 @@ class Check(Protocol[State]):
         ...
 
     def after(self, state: State, token: int) -> State | None:
-        """Returns the state after one more token, which is no EOS id of the row.
-
-        None: the token may not follow.
-        """
+        """Returns the state after a token that is no EOS id of the row; None: it may not follow."""
         ...
 
     def may_end(self, state: State) -> bool:

@@ -290,10 +290,7 @@ def _negated_keyword(keyword: str, value: Any, beside: Part) -> Schema:
 
 
 def resolve(root: Schema, reference: str) -> Schema:
-    """Returns the schema that a pointer into the document points at.
-
-    For any other reference it returns True, which every value fits.
-    """
+    """Returns the schema that a pointer into the document points at; True for other references."""
     target = root
     steps = unquote(reference).split("/")
     for step in steps[1:]:
@@ -319,10 +316,7 @@ def _types(parts: Sequence[Part]) -> set[str]:
 
 
 def comparable(value: Any) -> tuple[str, Any]:
-    """Returns a value's type and a key that is equal for equal JSON values.
-
-    1 and 1.0 are equal, 1 and true are not.
-    """
+    """Returns a type and a key, equal for equal JSON values (1 and 1.0, but not 1 and true)."""
     if value is None or isinstance(value, bool | str):
         return {type(None): "null", bool: "boolean", str: "string"}[type(value)], value
     if isinstance(value, int | float):

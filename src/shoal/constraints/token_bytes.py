@@ -37,18 +37,12 @@ def token_bytes(tokenizer: Any) -> tuple[bytes | None, ...]:
 
 
 def bytes_at(table: Sequence[bytes | None], token: int) -> bytes | None:
-    """Returns the bytes of a token by a table of `token_bytes`.
-
-    Ids behind the table, which a padded vocabulary has, have None.
-    """
+    """Returns the bytes of a token by a table of `token_bytes`; None for ids behind the table."""
     return table[token] if token < len(table) else None
 
 
 def decode(written: bytes) -> tuple[str, bytes] | None:
-    """Returns the text of bytes, and the bytes of a last character that is not complete.
-
-    None: the bytes do not begin any text in UTF-8.
-    """
+    """Returns the text of bytes and the bytes of a last, partial character; None: not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         return decoder.decode(written), decoder.getstate()[0]

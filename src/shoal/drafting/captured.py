@@ -186,10 +186,7 @@ class CapturedRounds:
             return False
 
     def _fail(self, error: Exception) -> None:
-        """Leaves rounds of a failed kind to their stages.
-
-        Raises the error again if the device is lost.
-        """
+        """Leaves rounds of a failed kind to their stages; raises the error of a lost device."""
         require_device(self._target.device, error)
         message = f"{self._target.name}: {self._kinds.fail(error)}; their stages do the work"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
@@ -221,10 +218,7 @@ class CapturedRounds:
         return RoundAhead(round_, work, round_.follow(noise), caches, stores)
 
     def _wait(self, running: RoundUnderWay) -> DecidedRound | None:
-        """Waits for the verdict; returns None if the round is left to the stages.
-
-        This happens if logits are not finite.
-        """
+        """Waits for the verdict; None leaves the round to its stages, for logits not finite."""
         target, round_, work = self._target, running.round, running.work
         round_.require_same_weights()  # while the device works
         decided = round_.collect(running.launched, running.places)

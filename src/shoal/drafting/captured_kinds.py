@@ -326,10 +326,7 @@ class RoundKinds:
 
 
 def _as_failed(kind: Kind) -> Kind:
-    """Returns the kind without its numbers of keys.
-
-    A capture that fails over one cache fails over all.
-    """
+    """Returns the kind without numbers of keys: a capture that fails over one cache always does."""
     return kind._replace(target_keys=0, draft_keys=0)
 
 

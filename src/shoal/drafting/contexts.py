@@ -199,10 +199,7 @@ class StringDrafts:
     def _written(
         self, inputs: DraftInputs, steps: int
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Returns the drafter's tokens of each row and their probabilities.
-
-        A token is -1 if the drafter has no distribution.
-        """
+        """Returns each row's drafted tokens (-1: no distribution) and their probabilities."""
         runner, slots = self._drafter.runner, self._drafter.slots(inputs.rows)
         last = self._drafter.first_logits(inputs)
         tokens: list[Tensor] = []

@@ -46,10 +46,7 @@ BLOCK = 1 << 20
 
 
 def sorted_places(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Returns the places of all tokens but `END`, [places], sorted.
-
-    The order is that of the `DEPTH` tokens from each place on.
-    """
+    """Returns the places of all tokens but `END`, [places], sorted by the next `DEPTH` tokens."""
     ranks = tokens.astype(np.int64) + 1  # END has 0
     order = np.argsort(ranks, kind="stable")
     ahead = 1
@@ -334,10 +331,7 @@ class Corpus:
         self._index = index
 
     def place(self, tokens: Sequence[int]) -> CorpusPlace:
-        """Returns the place of the longest end of a row after which some text goes on.
-
-        The end has at most `LONGEST` tokens.
-        """
+        """Returns the place of the longest end of a row, to `LONGEST`, that a text goes on from."""
         end = list(tokens[-LONGEST:])
         intervals: dict[int, tuple[Interval, ...]] = {}
 

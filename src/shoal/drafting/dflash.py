@@ -297,10 +297,7 @@ class BlockMemory(DraftMemory):
 
 
 class _BlockSteps(OrdinarySteps):
-    """The steps of a draft whose logits come from one pass.
-
-    Its arguments are those of `OrdinarySteps`.
-    """
+    """The steps of a draft whose logits come from one pass, made like `OrdinarySteps`."""
 
     def __init__(self, drafter: BlockDrafter, inputs: DraftInputs, faults: Faults) -> None:
         super().__init__(drafter, inputs, faults)

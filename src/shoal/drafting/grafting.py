@@ -132,10 +132,7 @@ def _of_chains(own: DraftTree) -> Siblings:
 def _unlikely(
     rows: Sequence[_Row], guesses: Sequence[Guess], siblings: Siblings | None
 ) -> list[set[int]]:
-    """Returns the nodes of each guess for which q has at least `CHOICES` likelier tokens.
-
-    The sets are empty if there is no q.
-    """
+    """Returns each guess' nodes for which q has `CHOICES` likelier tokens; no node without q."""
     tokens_by_row: list[set[int]] = [set() for _ in rows]
     if siblings is None:
         return tokens_by_row

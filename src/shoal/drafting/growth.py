@@ -149,10 +149,7 @@ class Growth:
         return [node for node in best if node.context < 0]
 
     def inner(self, asked: Sequence[Node]) -> list[Node]:
-        """Returns the nodes of the trees whose q is known or asked for, parents first.
-
-        Dropped nodes are not among them.
-        """
+        """Returns the trees' nodes, not dropped, whose q is known or asked for, parents first."""
         wanted = set(asked)
         nodes = [
             n
@@ -227,10 +224,7 @@ class Growth:
             self._fill(place, *drawn)
 
     def _uniforms(self, rows: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Returns the uniforms of the next draw of each of these rows, [draws, 2].
-
-        A row may be there repeatedly.
-        """
+        """Returns the uniforms of the next draw of each row, [draws, 2]; rows may repeat."""
         draws = []
         for b in rows:
             draws.append(self._drawn[b])

@@ -118,10 +118,7 @@ class NGramDrafter(TextDrafter):
 
 
 def copied(tokens: Sequence[int], place: int, length: int) -> list[int]:
-    """Returns `length` tokens from a place on.
-
-    Beyond the end the copied tokens are repeated, as in a text that repeats itself.
-    """
+    """Returns `length` tokens from a place on, repeated beyond the end."""
     copy = list(tokens[place : place + length])
     period = len(copy)
     while len(copy) < length:

@@ -226,10 +226,7 @@ class OtherVocabularyDrafter(ModelDrafter):
         self.contexts.leave(known)
 
     def _follow(self, row: Row) -> None:
-        """Reads the committed tokens of a row.
-
-        The cache keeps the tokens that have not changed, without the last one.
-        """
+        """Reads a row's committed tokens; the cache keeps the unchanged ones before the last."""
         same, own = self.contexts.follow(row), self.read_as(row)
         if self._slots.with_slots([own]):
             self._keep(own, min(same, len(own.tokens) - 1))

@@ -92,10 +92,7 @@ class DraftModel:
         return DraftModel.of(runner, target, kept_ids)
 
     def require_guide(self) -> None:
-        """Raises PairMismatch if the model cannot guide the target.
-
-        See `shoal.sampling.guidance`.
-        """
+        """Raises PairMismatch for a model that cannot guide (see `shoal.sampling.guidance`)."""
         if self.proposable != Proposable():
             raise PairMismatch(
                 f"{self.runner.name} cannot guide its target: it has another tokenizer, or a head "

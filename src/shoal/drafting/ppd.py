@@ -193,10 +193,7 @@ class PpdDrafter(Drafter):
     # ── prompt tokens of a round ──────────────────────────────────────────────────────────────────
 
     def _probes(self, plan: TreePlan, tree: DraftTree, inputs: DraftInputs) -> Probes | None:
-        """Places prompt tokens behind the columns where paths probably end.
-
-        Rows that are not drafted for get none.
-        """
+        """Places prompt tokens behind the columns where paths of drafted rows probably end."""
         self._placed = {}
         vectors: list[list[int]] = []
         after: list[list[int]] = []
@@ -220,10 +217,7 @@ class PpdDrafter(Drafter):
         parents: Sequence[int],
         depths: Sequence[int],
     ) -> list[int]:
-        """Returns the number of prompt tokens behind each column.
-
-        None of them guesses beyond the end of the row.
-        """
+        """Returns the number of prompt tokens behind each column, none beyond the row's end."""
         chances = [dict(choices) for choices in self._known.get(row, [])]
         own = [chances[depth - 1][token] for token, depth in zip(draft, depths[1:], strict=True)]
         ending = ends(parents, reached(parents, own))

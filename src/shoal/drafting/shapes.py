@@ -79,10 +79,7 @@ class RsdS(Shape):
 
 @dataclass(frozen=True)
 class KSeq(Shape):
-    """The sequences of SpecTr (Sun et al. 2023, arXiv 2310.15141).
-
-    Sequences that agree so far are one path.
-    """
+    """The sequences of SpecTr (Sun et al. 2023, arXiv 2310.15141), equal beginnings once."""
 
     width: int
     nodes: int
@@ -209,10 +206,7 @@ def reached(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
 
 
 def ends(parents: Sequence[int], reach: Sequence[float]) -> list[float]:
-    """Returns the probability that the path ends at each column.
-
-    The path reaches the column, and none of its children.
-    """
+    """Returns the probability that the path reaches each column and none of its children."""
     probabilities = list(reach)
     for parent, own in zip(parents, reach[1:], strict=True):
         probabilities[parent + 1] -= own

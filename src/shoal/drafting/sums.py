@@ -44,10 +44,7 @@ class _ModelChains:
         self._chains = [(row, len(row.tokens), len(draft)) for row, draft in drafts]
 
     def roll_back(self, model: Drafter, rows: Sequence[Row], verdict: Verdict) -> None:
-        """Rolls the model back to its own drafts that were accepted, and forgets the round.
-
-        A path may leave the model's chain.
-        """
+        """Rolls the model back to its own accepted drafts; the round's path may leave them."""
         chains, self._chains = self._chains, []
         if not chains:
             return

@@ -209,10 +209,7 @@ The most probable token comes first.
 
 
 def probable(place: Place, following: Following[Place], length: int, nodes: int) -> Guess:
-    """Returns a tree of at most `nodes` nodes, or a chain if `nodes` is 0.
-
-    Its paths have at most `length` tokens.
-    """
+    """Returns a tree of up to `nodes` nodes (0: a chain) with paths of up to `length` tokens."""
     return tree(place, following, length, nodes) if nodes else chain(place, following, length)
 
 

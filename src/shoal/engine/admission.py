@@ -87,16 +87,10 @@ class PrefixStore:
 
 
 class Prefixes(Protocol):
-    """The prefixes of earlier rows, for prompts that begin alike.
-
-    See `shoal.engine.prefix_cache.PrefixCache`.
-    """
+    """The prefixes of earlier rows (see `shoal.engine.prefix_cache.PrefixCache`)."""
 
     def kept_length(self, row: Row) -> int:
-        """Returns how many tokens at the beginning of the row's prompt are kept.
-
-        The prompt's last token does not count.
-        """
+        """Returns how many first tokens of the row's prompt, without its last, are kept."""
 
     def promise(self, row: Row, other: Row) -> int:
         """Returns how many tokens will be kept once the other row has had a round."""
@@ -270,10 +264,7 @@ class SlotRows:
 
     @property
     def replaceable_groups(self) -> list[int]:
-        """The groups whose prompts the next admissions may replace.
-
-        These are the prompts in free slots and in the prefix store.
-        """
+        """The groups whose prompts in free slots or the prefix store admissions may replace."""
         free = [group for row, group in zip(self.rows, self.groups, strict=True) if row is None]
         return [*free, *self.store.prefixes]
 

@@ -123,10 +123,7 @@ def _commit(
 def _first_faults(
     rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults
 ) -> dict[int, tuple[int, ShoalError]]:
-    """Returns the first fault on each row's accepted path, by the row's index in the batch.
-
-    A fault is given by its depth and its reason.
-    """
+    """Returns the first fault, depth and reason, on each row's accepted path, by batch index."""
     reached: dict[int, tuple[int, ShoalError]] = {}
     for b, row in enumerate(rows):
         columns = (0, *(node + 1 for node in paths[b])) if row in faults else ()
@@ -164,10 +161,7 @@ def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
 
 
 def _end(row: Row, token: int, vocab_size: int) -> str | None:
-    """Returns the reason for which the row ends with this token; None if it does not end.
-
-    The row's length is checked elsewhere.
-    """
+    """Returns the reason, its length aside, for which the row ends with this token, or None."""
     if row.needs_text:
         row.detokenizer.push(token)
     if row.needs_text and row.detokenizer.stopped:

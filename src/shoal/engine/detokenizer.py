@@ -287,20 +287,14 @@ class Detokenizer:
         return min(bisect_left(self.ends, characters) + 1, len(self.ends)) if characters else 0
 
     def piece(self, index: int) -> str:
-        """Returns the part of the user's text that a pushed token adds.
-
-        Once the row is over, all pieces together are the user's text.
-        """
+        """Returns the part of the user's text that a pushed token adds; all pieces are the text."""
         start = max(self.ends[index - 1] if index else 0, self.visible_from)
         if index == len(self.ends) - 1:
             return self.text[start:]
         return self.text[start : self.ends[index]]
 
     def take(self, *, final: bool) -> str:
-        """Returns the text that was not taken before.
-
-        An end that may become a stop string is held back until it cannot.
-        """
+        """Returns the text not taken before, without an end that may become a stop string."""
         safe = len(self.text)
         if not final:
             ends = dict(self._rules.waiting)

@@ -176,10 +176,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _top(scores: Scores, row: Row, place: int, columns: Sequence[int]) -> list[TopLogprobs]:
-    """Returns the most probable tokens at the columns of a row that asks for them.
-
-    After processing there are fewer if fewer are possible.
-    """
+    """Returns the most probable tokens at a row's columns, fewer if fewer are possible."""
     n = row.request.top_logprobs
     if not n or not columns:
         return []

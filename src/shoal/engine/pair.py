@@ -94,18 +94,12 @@ class Pair:
 
     @property
     def draft_model(self) -> Runner | None:
-        """The draft model's `Runner`; None = there is none.
-
-        Raises RequestError once this is closed.
-        """
+        """The draft model's `Runner`, or None; raises RequestError once this is closed."""
         return self._open()[1]
 
     @property
     def drafter_name(self) -> str | None:
-        """The name of the draft model, or of a drafter without a model, with its options.
-
-        None = plain decoding.
-        """
+        """The name of the draft model or other drafter with its options; None = plain decoding."""
         if self.drafting is not None:
             return self.drafting.name
         return None if self.draft_model is None else self.draft_model.name
@@ -192,10 +186,7 @@ class Pair:
         return engine
 
     def _prefix_memory(self, nbytes: int) -> PrefixMemory | None:
-        """Returns a memory for prefixes of this pair.
-
-        Returns None if `nbytes` is 0, or if the target cannot keep prefixes.
-        """
+        """Returns a memory for prefixes; None if `nbytes` is 0 or the target cannot keep them."""
         possible = nbytes and self.target.can_keep_prefixes
         return PrefixMemory(self.target, self.draft_model, nbytes) if possible else None
 
@@ -206,10 +197,7 @@ class Pair:
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:
-        """The choices that were made for "target", "draft", "guide" and "expert" at loading.
-
-        See `shoal.models.load_report`.
-        """
+        """The choices at loading for each model by its role (see `shoal.models.load_report`)."""
         drafter = None if self.drafting is None else self.drafting.name
         guides = {"guide": self.guide, "expert": self.expert}
         return load_report(self.target, self.draft_model, drafter, guides)

@@ -235,10 +235,7 @@ class Batch:
     # ── the contents of the caches ────────────────────────────────────────────────────────────────
 
     def settle(self, commits: Sequence[Commit], scores: Scores, verdict: Verdict) -> None:
-        """Restores the invariant: the cache keeps the committed tokens of each row's tree.
-
-        Rows that have ended leave.
-        """
+        """Restores the invariant: the cache keeps the tokens of each row; rows that ended leave."""
         of_rows = verdict.columns([commit.tokens for commit in commits])
         for commit, columns in zip(commits, of_rows, strict=True):
             row, cache = commit.row, self.target.cache

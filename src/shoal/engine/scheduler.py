@@ -123,10 +123,7 @@ class Scheduler:
             self.slots.leave(row, self._groups.leave(row))
 
     def to_pause(self) -> Row | None:
-        """Returns the row that is to give its slot to a waiting one; None = no row.
-
-        See `shoal.engine.waiting`.
-        """
+        """Returns the row whose slot goes to a waiting one (`shoal.engine.waiting`), or None."""
         if not self.waiting or self.slots.filling is not None or None in self.slots.rows:
             return None
         return self.fairness.to_pause(self.running, self.waiting.calls)

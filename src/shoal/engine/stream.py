@@ -117,10 +117,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         return result
 
     def cancel(self, prompt: int | None = None, sample: int | None = None) -> None:
-        """Ends all rows, the rows of one prompt, or one row.
-
-        Their tokens so far stay in the result, marked "cancelled".
-        """
+        """Cancels all rows, those of a prompt, or one; their tokens stay, marked "cancelled"."""
         to_cancel = [
             row
             for i, rows in enumerate(self.rows)

@@ -42,10 +42,7 @@ class Ending:
 
 
 def ending(language: str) -> Ending:
-    """Returns the ending of a language.
-
-    In an unknown language, completions end only by EOS and limits.
-    """
+    """Returns the ending of a language; in an unknown one only EOS and limits end a text."""
     return _ENDINGS.get(language, Ending((), _whole))
 
 
@@ -54,10 +51,7 @@ def _whole(_prompt: str, text: str, _stopped: bool) -> str:
 
 
 def _python(prompt: str, text: str, _stopped: bool) -> str:
-    """Returns the longest text before a line without indent that parses.
-
-    It is the first block if none parses.
-    """
+    """Returns the longest text before a line without indent that parses, or its first block."""
     ends = [match.start() + 1 for match in re.finditer(r"\n(?=[^\s)\]}])", text)] + [len(text)]
     whole = (end for end in reversed(ends) if _parses(prompt + text[:end]))
     return text[: next(whole, ends[0])]
@@ -85,10 +79,7 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def _braces(prompt: str, text: str, stopped: bool, *, language: str) -> str:
-    """Returns the text up to the brace that closes the function that the prompt begins.
-
-    A brace that a stop string removed is put back.
-    """
+    """Returns the text to the brace that closes the prompt's function; restores a removed one."""
     end, missing = _closing_brace(language, prompt, text)
     if end is not None:
         return text[:end]

@@ -1,7 +1,4 @@
-"""The functional correctness of completions.
-
-Each completion's program is executed with its tests in a sandbox.
-"""
+"""The functional correctness of completions: each program runs with its tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -63,10 +60,7 @@ class ExecutionResult:
 
     @property
     def headline(self) -> str:
-        """The most informative line of `detail`.
-
-        It is the first error of a compiler, or the last line of a traceback.
-        """
+        """The most informative line of `detail`: the first error or a traceback's last line."""
         lines = [line.strip() for line in self.detail.splitlines() if line.strip()]
         telling = [line for line in lines if ERROR_LINE.search(line)] or lines[-1:] or [""]
         return telling[0] if self.outcome == "syntax" else telling[-1]

@@ -263,10 +263,7 @@ def _symlink_chain(program: Path) -> Iterator[Path]:
 
 
 def _installation(program: Path) -> Path:
-    """Returns the directory of a program and of the files installed with it.
-
-    It is never a home or a repository.
-    """
+    """Returns the directory of a program's installation, never a home or a repository."""
     for folder in program.parents:
         if folder.name == "node_modules":
             return folder
@@ -354,10 +351,7 @@ _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 
 
 def refused_calls() -> bytes:
-    """Returns an array of struct sock_filter for this machine.
-
-    It is empty without seccomp or if the architecture is unknown.
-    """
+    """Returns an array of struct sock_filter, empty without seccomp for this architecture."""
     machine = platform.machine()
     return assemble(machine) if machine in AUDIT_ARCH and os.path.exists(_ACTIONS) else b""
 

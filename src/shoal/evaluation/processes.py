@@ -40,10 +40,7 @@ def descendants() -> list[int]:
 
 
 def may_inspect_all() -> bool:
-    """Tells whether this process may read the /proc entries of other users.
-
-    Root in a container often may not.
-    """
+    """Tells whether this process may read the /proc entries of others; root sometimes may not."""
     capabilities = next(
         line for line in _read("/proc/self/status").splitlines() if line.startswith("CapEff:")
     )
@@ -79,10 +76,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Returns the bytes of a process with shared pages divided among their processes (PSS).
-
-    They are undivided if PSS cannot be read.
-    """
+    """Returns the bytes of a process, shared pages divided (PSS) where that can be read."""
     size = _status_bytes(f"/proc/{pid}/smaps_rollup", "Pss:")
     return _resident_bytes(pid) if size is None else size
 
@@ -99,10 +93,7 @@ def _status_bytes(path: str, *names: str) -> int | None:
 
 
 def unlinked_bytes(pids: list[int]) -> int:
-    """Returns the bytes in open files that are in no directory.
-
-    They are removed files, and files in memory (memfd_create).
-    """
+    """Returns the bytes in open files of no directory: removed, or in memory (memfd_create)."""
     sizes: dict[tuple[int, int], int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):  # ended meanwhile
@@ -205,10 +196,7 @@ def enter_group(group: str) -> None:
 
 
 def group_out_of_memory(group: str) -> bool:
-    """Tells whether the kernel has killed a process of the group for lack of memory.
-
-    The text "" stands for no group.
-    """
+    """Tells whether the kernel killed a process of the group ("": none) for lack of memory."""
     if not group:
         return False
     with contextlib.suppress(OSError):

@@ -57,10 +57,7 @@ class Toolchain:
     noise: frozenset[str] = frozenset()
 
     def steps(self, language: Language) -> list[Step]:
-        """Returns the steps that compile (if the language needs it) and run a source file.
-
-        They run in the working directory.
-        """
+        """Returns the steps, run in the working directory, that compile and run a source file."""
         compiling = (
             [_step(language, language.compile, self.programs, COMPILING)]
             if language.compile
@@ -235,17 +232,11 @@ class Sandbox:
         self.close()
 
     def run(self, files: Mapping[str, str], *steps: Step) -> StepResult:
-        """Writes `files` (name: text) into a new directory and runs the steps there.
-
-        The steps run one after another while they succeed.
-        """
+        """Runs the steps in a new directory with `files` (name: text) while they succeed."""
         return self._run(self.backend, files, steps)
 
     def close(self) -> None:
-        """Kills running programs and removes their files.
-
-        A waiting call of `run` returns with the reason "stopped".
-        """
+        """Kills programs and removes their files; a waiting `run` returns with reason "stopped"."""
         with self._lock:
             self._closed = True
             for running in self._supervisors:

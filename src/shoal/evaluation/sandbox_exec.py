@@ -70,10 +70,7 @@ class _Filter(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """Returns the version of the kernel's Landlock, 0 if there is none.
-
-    Version 1 guards files, 4 also TCP, 6 also signals.
-    """
+    """Returns the Landlock version: 1 guards files, 4 also TCP, 6 also signals; 0 = none."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
@@ -143,10 +140,7 @@ def _limit(bounds: dict[str, Any], uid: int) -> None:
 
 
 def _tasks(uid: int) -> int:
-    """Counts the visible threads that the kernel already counts towards a user's limit.
-
-    In a namespace only its own are visible.
-    """
+    """Counts the visible threads that count towards a user's limit, in a namespace its own."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -158,10 +152,7 @@ def _tasks(uid: int) -> int:
 
 
 def _fork_from_init() -> None:
-    """Continues in a child and exits like it.
-
-    A namespace's first process ignores most signals, so the program must not be it.
-    """
+    """Continues in a child and exits like it: a namespace's first process ignores most signals."""
     child = os.fork()
     if child:
         ended = -1

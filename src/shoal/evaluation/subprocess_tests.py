@@ -362,10 +362,7 @@ def _change(old: Any, new: Any) -> None:
 
 
 def _names(prompt: str) -> dict[str, Any]:
-    """Returns the definitions of a prompt.
-
-    Tests may use more of them than the function to be completed.
-    """
+    """Returns the definitions of a prompt, which tests may use."""
     names = {"__name__": "__main__"}
     for ending in ("", "\n    pass\n"):
         try:

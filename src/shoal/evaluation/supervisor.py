@@ -106,10 +106,7 @@ def _create_workdir(workdir: str, files: dict[str, str], uid: int | None) -> Non
 
 
 def _remove_workdir(workdir: str) -> None:
-    """Removes the directory at any depth and with any permissions.
-
-    chmod would follow a link that replaced the directory.
-    """
+    """Removes the directory at any depth, with any permissions, without following links."""
     writable = [] if os.path.islink(workdir) else [["chmod", "-R", "u+rwX", workdir]]
     for command in (*writable, ["rm", "-rf", workdir]):
         pid = os.fork()
@@ -234,10 +231,7 @@ class _Command:
         return self.status is not None
 
     def _exceeded_bound(self) -> str:
-        """Returns the bound that all processes together, or the directory, exceed.
-
-        It is "processes", "memory", "files", or "".
-        """
+        """Returns the bound that is exceeded: "processes", "memory", "files" or ""."""
         running = processes.descendants()
         if len(running) > self.bounds["processes"] + OWN_PROCESSES:
             return "processes"

@@ -74,10 +74,7 @@ class GenerateBatch:
         return list(groups.items())
 
     def requests(self) -> list[Request]:
-        """Makes one request per group.
-
-        It takes one number from torch's generator: the seed of all of them.
-        """
+        """Makes one request per group, seeded by one number from torch's generator."""
         temperature, seed = 1.0 if self.config.do_sample else 0.0, int(torch.randint(1 << 62, ()))
         limits = self._limits()
         keep_logits = self._returns("output_scores") or self._returns("output_logits")
@@ -186,10 +183,7 @@ def _prefix_function(processor: Any) -> Any:
 
 
 def _for_row(processor: Any, row: int, rows: int) -> Any:
-    """Returns a copy of the processor with the values of one row of the batch.
-
-    It returns the processor itself if it has none.
-    """
+    """Returns the processor with the values of one row of the batch, itself if it has none."""
     held = {
         name: values
         for name in ROW_ATTRIBUTES
@@ -224,10 +218,7 @@ def _scores(row: Row) -> Iterator[Tensor]:
 
 
 def _by_step(rows: Sequence[Sequence[Tensor] | Iterator[Tensor]], width: int) -> tuple[Tensor, ...]:
-    """Turns [vocab] of each row and step into [rows, vocab] float32 of each step.
-
-    Zeros stand after a row's end.
-    """
+    """Turns [vocab] of rows and steps into [rows, vocab] float32 of steps, zeros after an end."""
     steps = [list(row) for row in rows]
     first_step = next((step for row in steps for step in row), None)
     if first_step is None:  # the time was over before the first round
@@ -253,10 +244,7 @@ A language model does not have such a head.
 
 
 def random_settings(hf: nn.Module) -> list[str]:
-    """Returns the settings that make a model random in training mode, as "name=value".
-
-    The list is empty if there are none.
-    """
+    """Returns the settings ("name=value") that make a model random in training mode."""
     settings = {
         f"{name}.p={m.p:g}": None
         for name, m in hf.named_modules()

@@ -147,10 +147,7 @@ class ShoalLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns the prompt of a conversation.
-
-        Without `add_generation_prompt` its last message is continued.
-        """
+        """Returns a conversation's prompt, without `add_generation_prompt` to be continued."""
         thinks = self.texts.enable_thinking
         own = {} if thinks is None else {"enable_thinking": thinks}
         return self.tokenizer.apply_chat_template(
@@ -164,10 +161,7 @@ class ShoalLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Returns a text's ids.
-
-        A text that begins with BOS already, as a chat template's does, gets no special tokens.
-        """
+        """Returns a text's ids, without special tokens if it begins with BOS already."""
         if not string:
             return []
         special = self.texts.add_bos_token if add_special_tokens is None else add_special_tokens
@@ -187,10 +181,7 @@ class ShoalLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Computes the log-likelihoods of contexts and continuations in ids.
-
-        Contexts that are too long lose their first tokens.
-        """
+        """Computes log-likelihoods of contexts and continuations; long contexts lose beginnings."""
         pairs = []
         for _, before, after in requests:
             if len(after) > self.max_length:
@@ -206,10 +197,7 @@ class ShoalLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Computes the log-likelihoods of whole texts, in windows of `max_length` tokens.
-
-        Every token is predicted once.
-        """
+        """Computes log-likelihoods of texts in windows of `max_length`, each token once."""
         windows = [
             [
                 make_disjoint_window(window)
@@ -230,10 +218,7 @@ class ShoalLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generates a text per request, each by its own sampling parameters.
-
-        All of them are decoded in one batch.
-        """
+        """Generates a text per request by its own sampling parameters, all in one batch."""
         asked: dict[Any, list[int]] = {}
         for i, request in enumerate(requests):
             text, given = request.args

@@ -1,7 +1,4 @@
-"""The log-probabilities that a model gives to texts behind contexts, many at a time.
-
-A context that several share is computed once.
-"""
+"""The log-probabilities of texts behind contexts, many at a time; shared contexts only once."""
 
 from __future__ import annotations
 

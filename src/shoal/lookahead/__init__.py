@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Lookahead(Protocol):
-    """A controller that decides one draft length for the whole batch.
-
-    A row near its end gets a shorter draft (`Row.max_draft_length`).
-    """
+    """A controller of one draft length for the whole batch, shorter for a row near its end."""
 
     limit: int
     """The longest draft that the controller ever asks for; caches are sized for it."""

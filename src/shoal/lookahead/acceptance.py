@@ -23,10 +23,7 @@ At later positions even a good drafter's tokens are rarely committed.
 
 
 class Frequencies:
-    """The fading hit rates of several bins, each drawn towards a prior.
-
-    The prior counts as `weight` trials.
-    """
+    """The fading hit rates of several bins, each with a prior of `weight` trials."""
 
     FADE = 0.98
 

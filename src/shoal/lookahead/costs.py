@@ -136,10 +136,7 @@ class CostCurve:
         return None if point is None else point[0]
 
     def seconds(self, size: int) -> float:
-        """Returns the seconds of any size; 0 if there is no observation.
-
-        A size that was not observed is estimated from its neighbours.
-        """
+        """Returns the seconds of any size, by its neighbours if need be; 0 without observation."""
         sizes, table = self._corners()
         right = bisect_left(sizes, size)
         if right == len(sizes):
@@ -216,10 +213,7 @@ class MixedCostCurve(CostCurve):
 
 
 def rounded(size: int) -> int:
-    """Returns the size under which a size is kept.
-
-    Sizes above 16 are kept to within about 6 %: a few dozen points in all.
-    """
+    """Returns the size under which a size is kept: sizes above 16 within about 6 %."""
     return size if size <= 16 else round(2 ** (round(math.log2(size) * 12) / 12))
 
 
@@ -302,10 +296,7 @@ class PairCosts:
             self.credit.follow(rows, self.seconds_plain)
 
     def seconds_preparing(self, tokens: int) -> float:
-        """Returns the drafter's seconds over a number of tokens.
-
-        Beyond the largest number observed they grow in proportion.
-        """
+        """Returns the drafter's seconds over tokens, in proportion beyond the most observed."""
         return self.preparing.seconds(tokens) * max(1.0, tokens / max(self.preparing.largest, 1))
 
     def observe_drafting(

@@ -138,10 +138,7 @@ class Eagle3Heads(nn.Module):
         return over_target(self.drafted(states), self.target_ids, self.target_vocab)
 
     def compute(self, tokens: Tensor, states: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Computes the layer's states, [rows, q, width], with the keys and values of a cache.
-
-        See `forward` for the arguments.
-        """
+        """Computes the layer's states, [rows, q, width], with a cache (arguments as `forward`)."""
         function = AttentionInterface()[NAME]
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -133,10 +133,7 @@ class Explanation(NamedTuple):
 def first_of(
     executors: Sequence[Executor], batch: PassBatch
 ) -> tuple[Executor | None, list[Refusal]]:
-    """Returns the first executor that computes a batch, None if there is none.
-
-    The list has the refusals of the executors before it.
-    """
+    """Returns the first executor that computes a batch, or None, and the refusals before it."""
     refusals: list[Refusal] = []
     for executor in executors:
         reason = executor.refuses(batch)

@@ -67,10 +67,7 @@ def spare_imports() -> None:
 
 
 class StandIn(ModuleType):
-    """A module in the place of the compiler, which keeps the marks on functions for it.
-
-    Any other attribute imports the compiler itself.
-    """
+    """A module for the compiler's marks on functions; any other attribute imports it."""
 
     def __init__(self) -> None:
         super().__init__(COMPILER)

@@ -197,10 +197,7 @@ def _no_decoder(runner: Runner) -> str:
 
 
 def _computes_the_model(runner: Runner, executor: str, error: float) -> bool:
-    """Returns True if rounding explains an executor's distance from the model's modules.
-
-    The distance of the distributions is logged.
-    """
+    """Returns True if rounding explains an executor's distance from the modules; logs it."""
     most = tolerance(runner)
     if error <= most:
         log.debug(
@@ -257,10 +254,7 @@ def make_strict(runner: Runner, rowwise: Collection[type[nn.Module]]) -> Runner:
 
 @contextmanager
 def _in_blocks(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Lets the layers compute in blocks within the context.
-
-    Afterwards it puts a `forward` back that an owner had set on a layer.
-    """
+    """Lets the layers compute in blocks within the context, then restores owners' `forward`."""
     owned = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         # Past nn.Module.__setattr__, which is slow.
@@ -276,10 +270,7 @@ def _in_blocks(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _blocked(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wraps `forward` for [..., features] so that it is always called with [BLOCK, features].
-
-    The last block is filled up with zeros.
-    """
+    """Wraps `forward` for [..., features] to be called with [BLOCK, features], zeros at the end."""
 
     def blocked(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

@@ -289,10 +289,7 @@ def _without_report() -> Iterator[None]:
 
 
 def _check_complete(source: str | Path, missing: Iterable[str]) -> None:
-    """Raises ModelError if a checkpoint lacks tensors of its model.
-
-    Transformers fills such tensors with random numbers, and only warns.
-    """
+    """Raises ModelError if a checkpoint lacks tensors, which Transformers would make random."""
     names = sorted(missing)
     if names:
         raise ModelError(
@@ -317,10 +314,7 @@ def load_tokenizer(source: str | Path, **hub: Any) -> Any:
 
 
 def tokenizer_at_hand(hf: Any) -> Any:
-    """Returns the tokenizer at the place on this machine that a model object was loaded from.
-
-    Returns None if there is no tokenizer.
-    """
+    """Returns the tokenizer on this machine from where a model object was loaded, or None."""
     try:
         if hf.config.name_or_path:
             return load_tokenizer(hf.config.name_or_path, local_files_only=True)

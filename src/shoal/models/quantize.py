@@ -183,19 +183,13 @@ def quantized(hf: Any, form: str, pack: bool = True) -> tuple[Any, str]:
 
 
 def _copy(hf: Any) -> Any:
-    """Copies the modules of a model around the same tensors.
-
-    If layers of the copy are replaced, the owner's model stays as it is.
-    """
+    """Copies the modules around the same tensors, so that the owner's model stays as it is."""
     tensors = [*hf.parameters(), *hf.buffers()]
     return copy.deepcopy(hf, {id(tensor): tensor for tensor in tensors})
 
 
 def cannot_save(*_: Any, **__: Any) -> None:
-    """Raises RequestError; it replaces `save_pretrained` of a quantised copy.
-
-    `from_pretrained` could not load the copy's tensors.
-    """
+    """Raises RequestError, as `save_pretrained` of a quantised copy, which could not be loaded."""
     raise RequestError(
         "a model that shoal quantised cannot be saved: load it with quantize='off' and save that"
     )
@@ -268,10 +262,7 @@ def set_apart(hf: nn.Module) -> None:
 
 
 def rounds_features(hf: nn.Module) -> bool:
-    """Returns True if other libraries' layers may round features to bytes.
-
-    bitsandbytes' 8 bits do, and some of torchao's formats.
-    """
+    """Returns True if layers of other libraries, as bitsandbytes' 8 bits, may round features."""
     return any(
         isinstance(each, ForeignLinear) or type(each).__name__ == "Linear8bitLt"
         for each in hf.modules()

@@ -174,10 +174,7 @@ class Ranks:
         )
 
     def leave(self) -> None:
-        """Ends the threads of the groups while Python still runs.
-
-        A thread that drops a tensor later aborts the process.
-        """
+        """Ends the groups' threads before Python: one that drops a tensor later aborts it."""
         dist.destroy_process_group()
         del self._group, self._answers  # the last references: their threads are joined here
 

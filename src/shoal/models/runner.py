@@ -76,10 +76,7 @@ class Runner(ModelFacts):
 
     @property
     def skips_padding(self) -> bool:
-        """True if a pass takes the time of its real tokens only.
-
-        Such a pass leaves unused columns out; captured rounds compute them.
-        """
+        """True if a pass takes the time of its real tokens only, unlike captured rounds."""
         return self.packs and self.captures is None
 
     @property

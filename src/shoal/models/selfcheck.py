@@ -92,10 +92,7 @@ def self_check(runner: Runner) -> float:
 
 @contextmanager
 def _noting_windows(runner: Runner) -> Iterator[set[int | None]]:
-    """Collects the sliding windows that the layers ask for within the context.
-
-    The window None stands for full attention.
-    """
+    """Collects the layers' sliding windows within the context; None is full attention."""
     method = runner.method
     windows: set[int | None] = set()
 
@@ -211,10 +208,7 @@ def _largest(blocks: Sequence[Tensor]) -> float:
 
 
 def _sharing(runner: Runner, ids: Tensor, plain: Tensor) -> list[Tensor]:
-    """Returns the divergences of two rows with one stored prompt.
-
-    The prompt is `ids` without the last two tokens of a row.
-    """
+    """Returns the divergences of two rows that share `ids` without its last two tokens."""
     split = ids.shape[1] - 2
     if split < 1:
         return [plain.new_full((1,), math.inf)]

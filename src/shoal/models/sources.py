@@ -229,10 +229,7 @@ def quieten_transformers(models: Iterable[str]) -> None:
 
 
 def _unreachable(endpoint: str) -> bool:
-    """Returns True if no connection to the Hub can be opened.
-
-    A proxy is trusted without a trial.
-    """
+    """Returns True if no connection to the Hub can be opened; trusts a proxy without a trial."""
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
         return False
     place = urlsplit(endpoint)

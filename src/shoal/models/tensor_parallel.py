@@ -102,10 +102,7 @@ def capture_obstacle(backend: str) -> str | None:
 
 
 class _Leading(Runner):
-    """A checked runner whose forks send their passes to the other ranks.
-
-    Its own cache keeps the number of bytes of a token.
-    """
+    """A checked runner whose forks lead other ranks, with the bytes per token of its own cache."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         vars(self).update(vars(runner))
@@ -134,10 +131,7 @@ class _Leading(Runner):
         )
 
     def capture_rounds(self, executor: str | None) -> None:
-        """Captures the rounds of all ranks from now on.
-
-        If they cannot be captured, the load report says why.
-        """
+        """Captures the rounds of all ranks from now on, or tells the load report why not."""
         reason = capture_obstacle(dist.get_backend()) if executor == "graphed" else None
         if reason is not None:
             self.captures, self.absent[CAPTURED] = None, reason
@@ -210,10 +204,7 @@ class _LedCaptures(SharedCaptures):
         return _LedCache(self._ranks)
 
     def executable(self, bucket: Bucket, cache: SlotCache, run: Run) -> Run:
-        """Builds a pass on all ranks.
-
-        Raises RuntimeError if another rank could not build its part.
-        """
+        """Builds a pass on all ranks; raises RuntimeError if another rank could not."""
         assert isinstance(cache, _LedCache)
         ranks, number = self._ranks, self._ranks.number()
         built, error = run, None

@@ -129,10 +129,7 @@ def remark() -> str:
 
 @lru_cache(maxsize=1)
 def _attempt() -> tuple[ctypes.CDLL, str] | str:
-    """Returns the kernels with a remark, or the reason why there are none.
-
-    A build that failed is not tried again in the process.
-    """
+    """Returns the kernels with a remark, or why there are none; a failed build is not repeated."""
     try:
         return _chosen()
     except (NotBuilt, OSError) as reason:

@@ -270,10 +270,7 @@ def _distribution(
 
 
 def _best(scores: Tensor, logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
-    """Returns the token of the highest score at each position of greedy rows, [rows, q] int64.
-
-    On a tie it is the lowest id.
-    """
+    """Returns greedy rows' tokens of the highest score, [rows, q] int64, on a tie the lowest id."""
     values, tokens = highest(scores)
     return tokens if finite(values) else highest(possible(scores, logits, positions, faults))[1]
 
@@ -339,10 +336,7 @@ class Scores:
             )
 
     def p(self) -> Tensor:
-        """Returns the declared distributions, [rows, m + 1, vocab].
-
-        See `probabilities`.
-        """
+        """Returns the declared distributions of `probabilities`, [rows, m + 1, vocab]."""
         faults: Faults = {}
         probs = probabilities(self.logits, self.positions, faults)
         self.note(faults)

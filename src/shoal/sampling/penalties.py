@@ -117,10 +117,7 @@ def _ints(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _join(parts: Sequence[array[int]], device: torch.device) -> Tensor:
-    """Joins parts to a tensor int64 [total length].
-
-    The parts are copied: they may grow while the tensor lives.
-    """
+    """Joins copies of the parts, which may grow, to a tensor int64 [total length]."""
     buffer = array("q")
     for part in parts:
         buffer.extend(part)
@@ -225,10 +222,7 @@ def _bans(
 
 
 def _would_repeat(history: list[int], end: int, size: int) -> set[int]:
-    """Returns the tokens that would repeat an n-gram.
-
-    After history[:end] they would complete an n-gram of `size` that occurs in it.
-    """
+    """Returns the tokens that would repeat an n-gram of `size` after history[:end]."""
     if size == 1:
         return set(history[:end])
     repeating: set[int] = set()

@@ -133,10 +133,7 @@ def _outputs(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> list[Ten
 
 
 def _append_best(ids: Tensor, scores: Tensor, eos: Collection[int]) -> Tensor:
-    """Returns the ids and the best token that may follow them.
-
-    Returns the ids themselves if only an EOS may follow.
-    """
+    """Returns the ids and the best token that may follow, the ids alone if only an EOS may."""
     best_scores = scores[0].clone()
     best_scores[[token for token in eos if token < len(best_scores)]] = -torch.inf
     if not bool(best_scores.amax().isfinite()):

@@ -160,10 +160,7 @@ def weights_of(keys: Mapping[str, float]) -> dict[str, float]:
 
 
 def is_valid_key(keys: Iterable[str], given: str) -> bool:
-    """Returns True if `given` is one of the keys.
-
-    It compares every key, whole and in constant time.
-    """
+    """Returns True if `given` is one of the keys, all compared whole and in constant time."""
     digest = _digest(given)
     matches = [hmac.compare_digest(_digest(key), digest) for key in keys]
     return any(matches)
@@ -363,10 +360,7 @@ def _not_an_object() -> ApiError:
 
 
 def _is_json(content_type: str) -> bool:
-    """Returns True for types of JSON.
-
-    Browsers send these types to another origin only if the server allows it (CORS).
-    """
+    """Returns True for types of JSON, which a browser needs leave to send elsewhere (CORS)."""
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (
         kind.startswith("application/") and kind.endswith("+json")

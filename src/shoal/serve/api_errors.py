@@ -349,10 +349,7 @@ def _article(noun: str) -> str:
 
 
 def _path(error: Mapping[str, Any], body: Any) -> str:
-    """Returns the path of an error in the body.
-
-    Pydantic's location also has the tags of union members, which are left out.
-    """
+    """Returns the path of an error in the body, without Pydantic's tags of union members."""
     path, here, loc = [], body, error["loc"]
     inner = error.get("ctx", {}).get("at")
     for part in loc[1:]:

@@ -280,10 +280,7 @@ def _named(reasoning: str) -> Json:
 
 
 def _call(call: Call) -> Json:
-    """Returns the JSON of a tool call.
-
-    Its fresh id has nine characters, as the templates of Mistral want them.
-    """
+    """Returns the JSON of a tool call, its id of nine characters as Mistral's templates want."""
     return {
         "id": secrets.token_hex(5)[:9],
         "type": "function",

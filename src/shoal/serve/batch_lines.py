@@ -97,10 +97,7 @@ class BatchLine:
         return self._wrapped(api_error.status_code, api_error.body())
 
     def _wrapped(self, status: int | None, body: Json) -> Json:
-        """Returns a result of OpenAI's batch API.
-
-        Without a status, `body` is the error of a line that was no request.
-        """
+        """Returns a result of OpenAI's batch API; without a status, a faulty line's."""
         key = secrets.token_hex(12)
         response = (
             None
@@ -221,10 +218,7 @@ def usage_of_choices(entry: Mapping[str, Any]) -> list[Json]:
 
 
 def lossy_of(entry: Mapping[str, Any]) -> str:
-    """Returns an output line's sentence about a lossy acceptance rule.
-
-    It is "" for an exact rule and for an error.
-    """
+    """Returns an output line's sentence on a lossy rule, "" for an exact one and an error."""
     return str(_usage(entry).get("lossy") or "")
 
 

@@ -380,10 +380,7 @@ class CallReader:
         return calls or None
 
     def _without_margins(self, shown: str, ended: bool) -> str:
-        """Returns a text without the blanks before calls and at the end.
-
-        The blanks wait until other text follows.
-        """
+        """Returns a text without blanks before calls and at the end, which wait for more text."""
         text = self._blank + shown
         if ended and not self.found:
             return text

@@ -104,10 +104,7 @@ def _connect() -> None:
 
 
 def warn_if_too_small(share: Share) -> None:
-    """Logs a warning if no machine of the cluster has the resources of a process.
-
-    Ray waits for such a machine without a message.
-    """
+    """Warns if no machine of the cluster has a process's resources: Ray waits in silence."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(
         has.get("CPU", 0) >= share.cpus and has.get("GPU", 0) >= share.gpus for has in machines
@@ -147,10 +144,7 @@ class Replicas:
 
     @property
     def autoscaling(self) -> dict[str, Any]:
-        """The autoscaling_config of Ray Serve.
-
-        Demand is averaged over the shorter delay, half a minute at most as by default.
-        """
+        """The autoscaling_config of Ray Serve, its demand averaged over the shorter delay."""
         period = min(30.0, max(1.0, min(self.up_after, self.down_after)))
         return {
             "min_replicas": self.least,
@@ -329,10 +323,7 @@ def _listen(host: str, port: int) -> tuple[int, bool]:
 
 
 def _withdraw(name: str, drain: float, ours: bool) -> None:
-    """Deletes the application, and shuts down Ray Serve if it was started here.
-
-    Ray Serve goes on if it has another application.
-    """
+    """Deletes the application; shuts down Ray Serve if started here and used by no other."""
     for _ in range(1 + math.ceil(drain / 60)):
         with suppress(TimeoutError):  # Ray's own timeout is a minute
             ray_serve.delete(name)

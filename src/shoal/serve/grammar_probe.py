@@ -177,10 +177,7 @@ def _received(
 
 
 def _set_limits(seconds: int, size: int) -> None:
-    """Sets the limits of this process.
-
-    It also makes the process the first that the kernel kills when memory runs out.
-    """
+    """Sets this process's limits, and lets the kernel kill it first when memory runs out."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

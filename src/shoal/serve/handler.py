@@ -159,10 +159,7 @@ class ApiHandler:
         return request, parsed_infill(self._builder, request)
 
     def require_model(self, name: str | None) -> None:
-        """Raises ApiError for a name that is not one of the served model's.
-
-        None names the model itself.
-        """
+        """Raises ApiError for a name that is not the served model's, which None stands for."""
         if name is not None and name not in self.settings.names:
             raise no_model(name, self.settings)
 

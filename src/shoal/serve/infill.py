@@ -27,10 +27,7 @@ PARSES = ("complete", "cut")
 
 
 class IndentLimit:
-    """A filter that ends a text before the first line with less than `least` blanks of indent.
-
-    It does not look at the line of the cursor.
-    """
+    """A filter that ends a text before a line, the cursor's aside, indented less than `least`."""
 
     def __init__(self, least: int) -> None:
         self._least, self._held, self._blanks = least, "", -1
@@ -149,10 +146,7 @@ class InfillResponse:
     # ── the row ───────────────────────────────────────────────────────────────────────────────────
 
     async def _pieces(self) -> AsyncGenerator[str]:
-        """Yields the text as it comes.
-
-        The first piece is empty; it comes once the engine has accepted the row.
-        """
+        """Yields the text as it comes, after an empty piece once the engine accepted the row."""
         limit, submission = IndentLimit(self.request.n_indent or 0), self._submission()
         with naming("input_prefix"):
             async with self.worker.serving(submission):

@@ -181,10 +181,7 @@ class ItemWriter:
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────
 
     def _call(self, call: Call) -> list[Json]:
-        """Returns the events of a whole call.
-
-        Its id has nine characters, as the templates of Mistral want them.
-        """
+        """Returns the events of a whole call, its id of nine characters as Mistral wants it."""
         item = {
             "id": self._id("fc"),
             "type": "function_call",

@@ -316,10 +316,7 @@ class ResponsesRequest(SampledRequest):
         return [*self.ignored_fields(), *inner, *vain, *sorted(sent)[:MOST_NAMED]]
 
     def messages(self) -> list[Message]:
-        """Returns the conversation.
-
-        Calls belong to the message of the assistant before them, if there is one.
-        """
+        """Returns the conversation, calls in the assistant's message before them."""
         said = [Message(role="system", content=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             return [*said, Message(role="user", content=self.input)]

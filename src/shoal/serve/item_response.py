@@ -205,10 +205,7 @@ def _dumped(value: object) -> Any:
 
 
 def _usage(usage: Json) -> Json:
-    """Returns a chat's `usage` in the form of /v1/responses.
-
-    The tokens of kept prompts are not counted.
-    """
+    """Returns a chat's `usage` in the form of /v1/responses, without tokens of kept prompts."""
     named = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
     cached = usage.pop("prompt_tokens_details")
     reasoning = usage.pop("completion_tokens_details", {"reasoning_tokens": 0})

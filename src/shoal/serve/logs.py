@@ -53,10 +53,7 @@ class Exchange:
 
     @property
     def route(self) -> str:
-        """The template of its path; "other" if no route fits.
-
-        Clients could send any number of paths.
-        """
+        """The template of its path, "other" if no route fits: paths could be any number."""
         return getattr(self.scope.get("route"), "path", "other")
 
     @property

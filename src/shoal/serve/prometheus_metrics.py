@@ -178,10 +178,7 @@ class Metrics:
 
 
 def text_of(replicas: Mapping[str, Sequence[Metric]]) -> bytes:
-    """Returns the metrics of several processes in Prometheus' text format.
-
-    Each sample has the label `replica`.
-    """
+    """Returns several processes' metrics in Prometheus' format, labelled by `replica`."""
     together: dict[str, Metric] = {}
     for replica, families in replicas.items():
         for family in families:

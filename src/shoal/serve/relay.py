@@ -32,10 +32,7 @@ LAST_SECONDS = 10.0
 
 
 class Relay:
-    """The actor: replicas put lines, and one process takes them.
-
-    Replicas report metrics, and get the metrics of all replicas.
-    """
+    """The actor: replicas put lines and metrics for one process, and get all metrics."""
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, bytes]] = {}
@@ -117,10 +114,7 @@ def flush_logs() -> None:
 
 @contextmanager
 def printed_logs(actor: str) -> Iterator[None]:
-    """Prints the lines of replicas on stderr while the block lasts.
-
-    It needs a connection to a cluster.
-    """
+    """Prints the lines of a cluster's replicas on stderr while the block lasts."""
     lines: Any = (
         ray.remote(Relay)
         .options(name=actor, namespace=NAMESPACE, num_cpus=0, max_restarts=0)

@@ -235,10 +235,7 @@ class RequestBuilder:
         return most, {"x-shoal-clamped": f"max_tokens={most}"}
 
     def require_context(self, param: str, prompts: Sequence[tuple[int, ...]], new: int) -> None:
-        """Raises ApiError: prompts and their new tokens do not fit the model's context.
-
-        The message is OpenAI's, which clients search for.
-        """
+        """Raises ApiError, in OpenAI's words, for prompts and new tokens beyond the context."""
         longest = max(map(len, prompts))
         if longest + new > self.context:
             message = (

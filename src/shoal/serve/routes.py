@@ -242,10 +242,7 @@ class Detokenized(BaseModel):
 
 
 def token_routes(handler: ApiHandler) -> APIRouter:
-    """Returns the three routes.
-
-    Encoding and decoding run on another thread, because long texts take time.
-    """
+    """Returns the three routes; long texts are encoded and decoded on another thread."""
     router, most = APIRouter(), handler.settings.max_body
 
     @router.post(
@@ -360,10 +357,7 @@ def described(
 
 
 def install(app: FastAPI, requests: Sequence[type[BaseModel]]) -> None:
-    """Adds the models of requests and of errors, and removes FastAPI's status 422.
-
-    Invalid bodies are answered with 400.
-    """
+    """Adds the models of requests and errors, and puts 400 for FastAPI's status 422."""
     generated = app.openapi
 
     def openapi() -> dict[str, Any]:

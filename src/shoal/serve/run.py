@@ -254,10 +254,7 @@ def run(
 
 
 class _Server(uvicorn.Server):
-    """A server that reports readiness and cuts open samples at the end of the drain.
-
-    It exits when the engine's thread has ended.
-    """
+    """A server that reports readiness, cuts samples after the drain, and ends with its engine."""
 
     def __init__(
         self, config: uvicorn.Config, drain: float, ready: Callable[[], None], state: State
@@ -283,10 +280,7 @@ class _Server(uvicorn.Server):
         timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal: the first SIGTERM takes effect after `NOTICE_SECONDS`, Ctrl-C at once.
-
-        A second signal cuts open samples.
-        """
+        """Handles SIGTERM after `NOTICE_SECONDS`, Ctrl-C at once; a second cuts open samples."""
         self._state.draining = True
         if self._exit_signal is None:
             self._exit_signal = (
@@ -325,10 +319,7 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextmanager
 def answered(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]:
-    """Answers on the socket on a thread, for as long as the block lasts.
-
-    The socket stays open for the server that follows.
-    """
+    """Answers on the socket on a thread for the block, and leaves it open for the server."""
     options: dict[str, Any] = tls.uvicorn_options() if tls else {}
     config = uvicorn.Config(
         answer,

@@ -322,10 +322,7 @@ class Worker:
                 self.thread.post(lambda: self._cancel(submission))
 
     def _admit(self, submission: Submission) -> None:
-        """Raises ApiError (429) if the submission's rows exceed the capacity.
-
-        Retry-After follows the pace so far.
-        """
+        """Raises ApiError (429, retry by the pace) if the submission's rows exceed the capacity."""
         excess = self.rows + submission.rows - self.capacity
         if excess > 0:
             stats = self.thread.stats

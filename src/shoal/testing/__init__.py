@@ -88,10 +88,7 @@ def fill(model: Any, seed: int, std: float = STD) -> None:
 
 
 def tiny_tokenizer() -> Any:
-    """Makes a tokenizer of one token per byte, then `SPECIALS`; it needs no files.
-
-    Every text is encoded and decoded without loss.
-    """
+    """Makes a lossless tokenizer of one token per byte, then `SPECIALS`, without files."""
     alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -155,10 +152,7 @@ TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 def tagged_tokenizer() -> Any:
-    """Makes a tokenizer of byte-level BPE with added tokens that are not special.
-
-    They are `TAGS` and a run of spaces, as in Qwen3.
-    """
+    """Makes a byte-level BPE with `TAGS` and a run of spaces added, not special, as in Qwen3."""
     made = byte_level(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False)

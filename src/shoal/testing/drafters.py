@@ -1,7 +1,4 @@
-"""The drafters for tests: random trees, and the rules that every drafter must keep.
-
-The engines of two runners are made here too.
-"""
+"""The drafters for tests, the rules that each must keep, and the engines of two runners."""
 
 from __future__ import annotations
 
@@ -87,10 +84,7 @@ class RandomTrees(Drafter):
 
 
 class _Recorded(Drafter):
-    """A drafter whose calls are recorded.
-
-    It records the rows that it was told of, and the number of tokens it proposed.
-    """
+    """A drafter that records the rows it is told of and the number of tokens it proposes."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner, self.max_nodes, self.memory = inner, inner.max_nodes, inner.memory
@@ -199,10 +193,7 @@ class _Tokens(NamedTuple):
 
 @cache
 def _plain_tokens(vocab_size: int, coupled: bool, temperature: float) -> _Tokens:
-    """Decodes the scripted target without a drafter.
-
-    The tokens are the same in every check, so they are decoded once.
-    """
+    """Decodes the scripted target without a drafter, once for all checks."""
     return _tokens(
         scripted(hashed(vocab_size), vocab_size),
         None,

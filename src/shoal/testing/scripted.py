@@ -232,10 +232,7 @@ def _own(plan: Any) -> Tensor:
 
 
 def _as_states(values: Tensor) -> Tensor:
-    """Reshapes [rows, q] to [rows, 1 head, q, 1 dim].
-
-    float32 holds token ids and positions exactly.
-    """
+    """Reshapes [rows, q] to [rows, 1 head, q, 1 dim]; float32 holds ids and positions exactly."""
     return values[:, None, :, None].float()
 
 
@@ -263,19 +260,13 @@ def one_hot(token: int, vocab_size: int) -> Tensor:
 
 
 def says(sequences: Iterable[Sequence[int]], vocab_size: int, otherwise: int = 0) -> History:
-    """Makes a script that continues each sequence (prompt and continuation) wherever it is in one.
-
-    Elsewhere it says `otherwise`.
-    """
+    """Makes a script that continues (prompt and continuation) anywhere, else says `otherwise`."""
     following = {tuple(s[:i]): s[i] for s in sequences for i in range(1, len(s))}
     return lambda ids: one_hot(following.get(ids, otherwise), vocab_size)
 
 
 def hashed(vocab_size: int, seed: int = 0, spread: float = 1.5) -> History:
-    """Makes a script of logits N(0, spread²).
-
-    They change completely with any token of the history, however far back.
-    """
+    """Makes a script of logits N(0, spread²) that any token of the history changes completely."""
 
     drawn = _remembered_normals if vocab_size <= 512 else _normals
     return lambda ids: torch.from_numpy(drawn((seed, *ids), spread, vocab_size).copy())
@@ -332,10 +323,7 @@ def adversary(target: History, vocab_size: int) -> History:
 def runner(
     model: Any, context: int = 4096, name: str = "scripted", attention: str = "auto"
 ) -> Runner:
-    """Makes a runner around a scripted (or any other) model, without checks.
-
-    It is padded, so that unused columns are seen to be NaN.
-    """
+    """Makes a padded runner of any model, unchecked, whose unused columns show NaN."""
     made = Runner(model, name, "interface", context, attention)
     made.packs = False
     return made
@@ -348,10 +336,7 @@ def scripted(
     dtype: torch.dtype = torch.float32,
     features: History | None = None,
 ) -> Runner:
-    """Makes the runner of a `ScriptedModel`.
-
-    It shares prompts alike with a compiler and without one: kernels for attention have no part.
-    """
+    """Makes a `ScriptedModel`'s runner, which shares prompts with or without a compiler."""
     return runner(ScriptedModel(script, vocab_size, dtype, features), context, attention="pad")
 
 

@@ -269,10 +269,7 @@ class HeadsTrainer(StagedTrainer):
         raise NotImplementedError
 
     def compared(self, heads: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the logits of each drafted position, and the target's at the same positions.
-
-        Both are (batch, positions, ids).
-        """
+        """Yields drafted positions' logits and the target's, (batch, positions, ids) each."""
         learner = self.learner(heads)
         with torch.no_grad():
             output = self.target(input_ids=tokens, use_cache=False, output_hidden_states=True)

@@ -207,10 +207,7 @@ class DrafterTrainer(StagedTrainer):
         ]
 
     def _at_exits(self, loss: Loss) -> Loss:
-        """Makes the mean of a loss over all exits and the whole model.
-
-        This is S2D (Kavehzadeh et al. 2024, arXiv 2407.01955).
-        """
+        """Makes the mean of a loss over all exits and the model (S2D, arXiv 2407.01955)."""
         exits = self.training.exits
         if not exits:
             return loss
@@ -252,10 +249,7 @@ class DrafterTrainer(StagedTrainer):
         return acceptance(p_logits, q_logits)
 
     def export(self, figures: Sequence[Figures] = ()) -> None:
-        """Writes model and tokenizer in bfloat16, for Transformers and `--draft`.
-
-        A half-trained model can be written too.
-        """
+        """Writes model and tokenizer in bfloat16 for Transformers and `--draft`, at any time."""
         made = copy.deepcopy(self.model).to(torch.bfloat16)
         made.save_pretrained(self.out)  # type: ignore[operator]
         self._tokenizer.save_pretrained(self.out)

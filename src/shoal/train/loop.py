@@ -96,10 +96,7 @@ LOG_EVERY = 10  # steps
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of warm-up, a plateau, and a linear decay to zero.
-
-    The values are shares of the peak learning rate.
-    """
+    """A schedule of warm-up, plateau and linear decay to zero, in shares of the peak."""
 
     steps: int
     warmup: int = 40

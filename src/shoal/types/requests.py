@@ -105,10 +105,7 @@ class Request:
 
 
 def occurrences(prompts: Iterable[Hashable]) -> list[int]:
-    """Returns the number of earlier copies of each prompt (or prompt and seed) in a call.
-
-    See `Request.occurrence`.
-    """
+    """Counts each prompt's (or prompt and seed's) earlier copies; see `Request.occurrence`."""
     seen: Counter[Hashable] = Counter()
     places = []
     for prompt in prompts:

@@ -97,10 +97,7 @@ class TreeMiddle(Cutting):
     def best_end(
         self, tokens: Sequence[int], scores: Sequence[float], most: int
     ) -> tuple[int, int] | None:
-        """Returns the best end; see `Cutting`.
-
-        Where the file has faults of its own, ends with the fewest faults come first.
-        """
+        """Returns the best end (see `Cutting`), in a file with faults the one with the fewest."""
         own = [bytes_at(self._bytes, token) or b"" for token in tokens]
         places, text = end_places(own, self._start.healing, scores, most)
         best, fewest = None, math.inf

@@ -278,10 +278,7 @@ def _behind_expression(body: str, start: int, depth: int) -> int | Field | None:
 
 
 def _end_of_expression(body: str, start: int) -> int | None:
-    """Returns the place of the sign behind an expression, outside of its brackets and strings.
-
-    None: there is no such sign.
-    """
+    """Returns the place of the sign behind an expression, outside brackets and strings, or None."""
     opened, quote, place = 0, "", start
     while place < len(body):
         character = body[place]

@@ -36,10 +36,7 @@ class Layout(Protocol):
 
     @property
     def common_keys(self) -> int:
-        """The number of first keys of its slot that each query sees, a sliding window aside.
-
-        It is 0 where that number is not known.
-        """
+        """The first keys of its slot that each query sees, a window aside; 0: not known."""
 
     @property
     def positions(self) -> Tensor:
@@ -47,10 +44,7 @@ class Layout(Protocol):
 
     @property
     def places(self) -> Tensor:
-        """The positions minus the length of the row's prefix, [rows, q] int64.
-
-        In a chain, a column's place is the index of its own key.
-        """
+        """The positions minus the row's prefix, [rows, q] int64: in a chain, its own keys."""
 
     @property
     def firsts(self) -> Tensor:

@@ -341,10 +341,7 @@ def _join(parts: Tensor, logs: Tensor, out: Tensor, splits: int) -> None:
 
 
 def joining_warps(splits: int, value_dim: int) -> int:
-    """Returns the number of warps of the program that joins the shares of a query.
-
-    A thread has at most 64 numbers.
-    """
+    """Returns the warps that join the shares of a query, at most 64 numbers a thread."""
     return min(8, max(1, _power(splits) * _block(value_dim) // 2048))
 
 
@@ -365,19 +362,13 @@ def _dense(tensor: Tensor) -> Tensor:
 
 @cache
 def _multiplies(device: torch.device) -> bool:
-    """Returns True if a GPU has the tensor cores that the kernels are compiled for.
-
-    On older GPUs the kernels spill and crawl.
-    """
+    """Returns True if a GPU has the tensor cores of the kernels, which crawl on older ones."""
     return torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 @cache
 def has_triton() -> bool:
-    """Returns True if there is a Triton in whose language the kernels are written.
-
-    Torch before 2.10 brings an older Triton.
-    """
+    """Returns True if Triton has the language of the kernels, as torch brings it from 2.10 on."""
     if importlib.util.find_spec("triton") is None:
         return False
     import triton

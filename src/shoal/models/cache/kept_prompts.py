@@ -264,10 +264,7 @@ class KeptPrefixes:
 
     @torch.inference_mode()
     def keep(self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int) -> None:
-        """Keeps tokens that the row in a cache's slot begins with.
-
-        Tokens that are not kept yet are copied.
-        """
+        """Keeps the tokens that the row in a slot begins with; copies those that are not kept."""
         start, cells = self._tree.add(owner, tokens)
         if not cells:
             return

@@ -268,24 +268,15 @@ class Plan(PassRows):
     # ── packed and padded ─────────────────────────────────────────────────────────────────────────
 
     def pack(self, block: Tensor) -> Tensor:
-        """Packs [rows, q, ...] into [1, sum(counts), ...], row after row.
-
-        In a padded pass the block is returned as it is.
-        """
+        """Packs [rows, q, ...] into [1, sum(counts), ...]; a padded pass's block stays as it is."""
         return block.flatten(0, 1).index_select(0, self._real)[None] if self.packed else block
 
     def unpack(self, sequence: Tensor) -> Tensor:
-        """Converts [1, sum(counts), ...] to [rows, q, ...], the inverse of `pack`.
-
-        Unused columns repeat the row's last token.
-        """
+        """Converts [1, sum(counts), ...] to [rows, q, ...]; unused columns repeat a last token."""
         return self.spread(sequence[0]) if self.packed else sequence
 
     def spread(self, tokens: Tensor) -> Tensor:
-        """Converts [sum(counts), ...], row after row, to [rows, q, ...].
-
-        Unused columns repeat the row's last token.
-        """
+        """Converts [sum(counts), ...] to [rows, q, ...]; unused columns repeat the last token."""
         columns = tokens.index_select(0, self._origin)
         return columns.view(self.rows, self.q, *columns.shape[1:])
 
@@ -341,10 +332,7 @@ class Plan(PassRows):
 
     @cached_property
     def places(self) -> Tensor:
-        """The positions - offsets - gaps, [rows, q] int64.
-
-        Without trees, a query's place is the index of its own key in its slot.
-        """
+        """The positions - offsets - gaps, [rows, q] int64: without trees, the own keys."""
         before = (
             self.offsets
             if self.gaps is None
@@ -362,20 +350,14 @@ class Plan(PassRows):
 
     @cached_property
     def words(self) -> Tensor | None:
-        """The columns of its block that each column sees, [rows, q] int64.
-
-        It is None if no row's tree branches.
-        """
+        """The columns of its block that each column sees, [rows, q] int64; None = no branches."""
         return (
             None if self.tree_words is None else torch.from_numpy(self.tree_words).to(self.device)
         )
 
     @cached_property
     def bounds(self) -> Tensor:
-        """The starts, counts, offsets and bases, [4, rows] int32.
-
-        They are for kernels that read no value from the host.
-        """
+        """The starts, counts, offsets and bases, [4, rows] int32, read without the host."""
         return torch.tensor(
             [self.starts, self.counts, self.offsets, self.bases],
             dtype=torch.int32,

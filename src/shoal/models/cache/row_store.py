@@ -84,10 +84,7 @@ class Layer:
         return self.keys, self.values
 
     def resize(self, slots: int, capacity: int, cells: int, used: int) -> None:
-        """Enlarges or cuts the tensors.
-
-        Of the first `used` tokens in each slot, those that fit are kept.
-        """
+        """Enlarges or cuts the tensors; keeps those of a slot's first `used` tokens that fit."""
         size, part = (slots, capacity), (slots, min(used, capacity))
         self.keys, self.values = (
             resized(tensor, size, part) for tensor in (self.keys, self.values)
@@ -262,10 +259,7 @@ class RowStore:
 
     @torch.inference_mode()  # tensors of a pass in this mode can only be changed in it
     def gather(self, slot: int, start: int, cells: Sequence[int]) -> None:
-        """Moves tokens `cells` of the slot to `start`, `start` + 1, ..., in place.
-
-        The ranges may overlap.
-        """
+        """Moves tokens `cells` of the slot to `start` and on, in place; the ranges may overlap."""
         index = torch.tensor(cells, device=self._layers[0].keys.device)
         for layer in self._layers:
             for tensor in layer.tensors():
@@ -280,10 +274,7 @@ class RowStore:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` tokens of slot `source` to slot `target`.
-
-        Tokens in the shared store stay there.
-        """
+        """Copies the first `length` tokens of slot `source` but shared ones to `target`."""
         tail = length - self._offset(source)
         if source != target:
             for layer in self._layers:

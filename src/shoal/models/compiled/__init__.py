@@ -202,10 +202,7 @@ def attention_obstacle(path: str, method: str) -> str | None:
 
 
 def obstacle(hf: Any) -> str | None:
-    """Returns the reason why no pass of a Transformers model can be captured into a CUDA graph.
-
-    Returns None where no reason is known.
-    """
+    """Returns the reason why no pass of a model can be captured in a CUDA graph, or None."""
     config = hf.config.get_text_config()
     for parameters in rope_parameters(config):
         kind = parameters.get("rope_type", parameters.get("type"))

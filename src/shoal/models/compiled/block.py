@@ -133,10 +133,7 @@ class Block:
         return (3 * bucket.q + 4) * bucket.rows
 
     def empty(self) -> Array:
-        """Returns the numbers of a block without rows, [`size`] int64 on the host.
-
-        All columns are unused.
-        """
+        """Returns the numbers of a block of unused columns only, [`size`] int64 on the host."""
         block, rows = self.bucket.rows * self.bucket.q, self.bucket.rows
         return np.repeat([0, 1, self.scratch, 0], [block, block, block, 4 * rows])
 
@@ -222,10 +219,7 @@ class Block:
 
     @property
     def moving(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The positions, cells, starts and counts of a block of one column.
-
-        The first three grow by the counts where the block moves on.
-        """
+        """The positions, cells, starts and counts of a one-column block, which moves by counts."""
         return self.positions, self.cells, self.bounds[0], self.bounds[1]
 
     def advance(self) -> None:
@@ -322,10 +316,7 @@ class View(Cache):
         return self._stores[self._layer][2:] if self.shares else (None, None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0: Transformers needs it only for default positions and masks.
-
-        Those are always given.
-        """
+        """Returns 0: Transformers uses it for default positions and masks only, never for ours."""
         return 0
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:

@@ -147,10 +147,7 @@ class _Generation:
     partner: _Generation | None = None
 
     def rounds_with(self, partner: _Generation | None) -> dict[Hashable, Any]:
-        """Returns the rounds that were captured over this cache and a drafter's cache.
-
-        The rounds end with either cache.
-        """
+        """Returns the rounds that were captured over a cache and a drafter's; either ends them."""
         if self.partner is not partner:
             self.rounds.clear()
             self.partner = partner
@@ -237,10 +234,7 @@ class Captures:
         self._of.clear()
 
     def forget(self, cache: SlotCache) -> None:
-        """Ends the rounds over a cache that is about to change its size.
-
-        They would hold the tensors that the cache lets go of.
-        """
+        """Ends the rounds over a cache that changes its size, since they hold its old tensors."""
         if (generation := self._of.pop(cache, None)) is not None:
             generation.end()
 
@@ -311,17 +305,11 @@ class Captures:
         return self._bridge.static(view)
 
     def require_same_weights(self) -> None:
-        """Raises ReplacedWeights if a replay would read tensors that the model has no longer.
-
-        A graph itself never looks.
-        """
+        """Raises ReplacedWeights if a replay would read tensors that the model has no longer."""
         self._bridge.require_same_weights()
 
     def executable(self, bucket: Bucket, cache: SlotCache, run: Run) -> Run:
-        """Builds a function that calls `forward` once, for a block of that bucket of the cache.
-
-        The generation's executor builds it.
-        """
+        """Builds, by the generation's executor, a call of `forward` for a bucket of the cache."""
         return self.generation(cache).execute(run)
 
     @contextmanager

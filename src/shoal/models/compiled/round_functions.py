@@ -121,10 +121,7 @@ class RoundFunctions:
         return [self.inputs.buffer, *(view.block.tokens for view in self._views.values())]
 
     def fill_padding(self) -> None:
-        """Fills the blocks with padding only, which writes to scratch cells.
-
-        Functions run while they are built.
-        """
+        """Fills the blocks with padding, which writes to scratch cells: building runs functions."""
         for name, view in self._views.items():
             self.inputs[name].copy_(torch.from_numpy(view.block.empty()))
         self.inputs.reals("temperatures").fill_(1.0)

@@ -72,10 +72,7 @@ def library() -> ModuleType:
 
 
 def complaint(otherwise: str) -> str:
-    """Returns the last line that llama.cpp wrote as a warning or an error, and forgets all lines.
-
-    Returns `otherwise` if there is no line.
-    """
+    """Returns llama.cpp's last warning or error, or `otherwise`, and forgets all lines."""
     text = _complaints[-1] if _complaints else otherwise
     _complaints.clear()
     return text

@@ -1,7 +1,4 @@
-"""The runner of a GGUF file's model, whose passes llama.cpp computes.
-
-Rows are kept for later rows that begin alike.
-"""
+"""The runner of a GGUF file's model by llama.cpp; rows are kept for later beginnings."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ class LlamaCpp:
         self._feed = Feed()
 
     def refuses(self, batch: PassBatch) -> str | None:
-        """Returns the reason why llama.cpp does not compute the batch, or None.
-
-        Reasons are draft trees, hidden states and vectors.
-        """
+        """Returns why llama.cpp cannot compute (trees, hidden states, vectors), or None."""
         if batch.plan.parents is not None:
             return "llama.cpp takes chains of tokens, no draft trees"
         return batch.reads_model
@@ -162,10 +156,7 @@ class GgufRunner(Runner):
 
     @torch.inference_mode()
     def plain_logits(self, tokens: Tensor) -> Tensor:
-        """Returns logits [rows, q, vocab] of tokens [rows, q].
-
-        Each row is computed alone in a memory of its own, in one pass.
-        """
+        """Returns logits [rows, q, vocab] of tokens [rows, q], each row alone in one pass."""
         outputs = []
         for row in tokens:
             alone = self.fork()

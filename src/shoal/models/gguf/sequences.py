@@ -84,10 +84,7 @@ class Sequences(SlotCache):
         super()._resize(slots, capacity, cells)
 
     def _move(self, slots: int, room: int) -> None:
-        """Makes a context of `slots` sequences with room for `room` tokens each.
-
-        The tokens that slots hold are copied into it.
-        """
+        """Makes a context of `slots` sequences for `room` tokens each, and copies held tokens."""
         self._settle()
         context = _make_context(self._model, slots, room, self.snapshots_wanted)
         free = weakref.finalize(self, library().llama_free, context)
@@ -104,10 +101,7 @@ class Sequences(SlotCache):
         self._stored = [self.lengths[slot] if slot in full else 0 for slot in range(slots)]
 
     def _settle(self) -> None:
-        """Carries out copies.
-
-        llama.cpp copies when a pass begins, so this is a pass of one token, which is then removed.
-        """
+        """Carries out llama.cpp's copies by a pass of one token, which is then removed."""
         if not self._copied:
             return
         slot = min(range(self.slots), key=self.lengths.__getitem__)  # one with room for it
@@ -284,10 +278,7 @@ class RowState:
         return b"".join([self.head, *(before + part + after for part in cells), self.states])
 
     def _around(self, count: int) -> tuple[bytes, bytes]:
-        """Returns the bytes before and behind the cells of a sequence.
-
-        The bytes behind are counts of later sequences, which are 0.
-        """
+        """Returns the bytes before and behind the cells of a sequence, behind them zero counts."""
         slot = min(self.slot, count - 1)
         return np.array([count, *[0] * slot], np.int32).tobytes(), bytes(4 * (count - 1 - slot))
 

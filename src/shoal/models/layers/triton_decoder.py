@@ -60,10 +60,7 @@ class PlanState:
         return self._cache.written
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of a layer as they are written.
-
-        They are cells of the slots, or of the shared store.
-        """
+        """Returns a layer's keys and values as written, in cells of slots or the shared store."""
         return self._cache.written_stores(layer)
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -189,10 +186,7 @@ class FusedLayers:
     def _through(
         self, tokens: Tensor, positions: Tensor, state: PassState, keys_only: bool = False
     ) -> tuple[Tensor, Tensor | Sums | None]:
-        """Computes the states after the last layer without its last sum, [tokens, width].
-
-        The second value is to be added for that sum.
-        """
+        """Computes the states after the last layer, [tokens, width], and the sum to be added."""
         decoder = self.decoder
         rotary = decoder.rotary.inv_freq, float(decoder.rotary.attention_scaling)
         x, h, angles = begin(

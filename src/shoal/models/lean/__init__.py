@@ -230,10 +230,7 @@ def _difference(kind: str, config: Any) -> str | None:
 
 
 def _alteration(hf: Any, linears: Sequence[type]) -> str | None:
-    """Returns the change that the owner made to a model of the family, or None.
-
-    Such changes are adapters, quantised layers and hooks.
-    """
+    """Returns the owner's change to a model (adapters, quantised layers, hooks), or None."""
     names = [f"self_attn.{kind}_proj" for kind in "qkvo"] + [
         f"mlp.{kind}_proj" for kind in ("gate", "up", "down")
     ]
@@ -268,10 +265,7 @@ def _floating(hf: Any, linears: Sequence[type]) -> Iterator[Tensor]:
 
 
 class Angles:
-    """The tables [positions, rotary] float32 of all positions that callers have asked for.
-
-    The tables grow by doubling.
-    """
+    """The tables [positions, rotary] float32 of all positions so far; they grow by doubling."""
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary

@@ -172,10 +172,7 @@ def without_packing(keys: Collection[Key]) -> dict[Key, str]:
 
 
 def packing(dtype: torch.dtype) -> type[Matrix] | None:
-    """Returns the class of packed matrices of a dtype on this CPU.
-
-    Returns None where weights of that dtype are not packed.
-    """
+    """Returns the class of packed matrices of a dtype on this CPU, None where there is none."""
     if dtype not in formats.cpu().packs:
         return None
     return PanelMatrix if dtype in SUFFIXES and not missing() else Matrix
@@ -293,10 +290,7 @@ class _Shared:
 
     @property
     def has_one_bias(self) -> bool:
-        """True if the layers have one bias.
-
-        A matrix adds one bias; layers that share a weight may have their own.
-        """
+        """True if the layers that share a matrix have one bias."""
         return len({id(layer.bias) for layer in self.layers}) == 1
 
     @property
@@ -320,10 +314,7 @@ class _Shared:
 
 
 def _shared_weights(hf: nn.Module) -> list[_Shared]:
-    """Returns the weights of linear layers with their owners.
-
-    No weight is kept here, so that a replaced one is freed at once.
-    """
+    """Returns the weights of linear layers with their owners, without keeping them alive."""
     groups: dict[int, _Shared] = {}
     for module in hf.modules():
         for name, parameter in module._parameters.items():
@@ -363,10 +354,7 @@ class SavePretrained:
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries with ordinary tensors in place of packed weights.
-
-    Parts of one matrix are parts of one tensor.
-    """
+    """Returns entries with ordinary tensors for packed weights; parts stay parts of one tensor."""
     packed = {name: tensor for name, tensor in state.items() if isinstance(tensor, PackedWeight)}
     dense = {matrix: matrix.dense() for matrix in {tensor.matrix for tensor in packed.values()}}
     return {**state, **{name: tensor.of(dense[tensor.matrix]) for name, tensor in packed.items()}}

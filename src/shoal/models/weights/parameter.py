@@ -92,10 +92,7 @@ class PackedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Makes this tensor be `value` itself, also of another dtype or device.
-
-        The weights are then ordinary unless `value` is packed.
-        """
+        """Makes this tensor `value` itself, of any dtype or device, ordinary unless packed."""
         if not isinstance(value, PackedWeight) or value.start is None:
             plain = value.clone() if isinstance(value, PackedWeight) else value.detach()
             bias = self.matrix.bias

@@ -122,10 +122,7 @@ def decides_chains(rule: Rule) -> bool:
 
 
 def accepted_lengths(passes: Tensor, draft_lengths: Tensor) -> Tensor:
-    """Returns the length of each row's leading run of passing drafts, [rows] int64.
-
-    The run is no longer than the row's own draft length.
-    """
+    """Returns each row's leading run of passing drafts, to its draft length, [rows] int64."""
     inside = torch.arange(passes.shape[1], device=passes.device) < draft_lengths[:, None]
     return (passes & inside).long().cumprod(dim=1).sum(dim=1)
 

@@ -19,7 +19,8 @@ from shoal.testing import tiny_tokenizer
 class Layout:
     """How weights are stored; `size` is the inputs of a group, 0 for a group an output.
 
-    `writer` is the program of GPTQ that `meta` names; gptqmodel takes the one from zero points in whole words.
+    `writer` is the program of GPTQ that `meta` names; gptqmodel takes the one from zero points in whole words. `order` is the seed
+    of an order of inputs in which groups lie side by side, of act-order; 0 is that of the layer.
     """
 
     method: str
@@ -29,6 +30,7 @@ class Layout:
     form: str = "pack-quantized"
     scales: torch.dtype = torch.float16
     writer: str = ""
+    order: int = 0
 
     @property
     def name(self) -> str:
@@ -39,8 +41,9 @@ class Layout:
     def config(self) -> dict[str, Any]:
         if self.method == "gptq":
             return {
-                "quant_method": "gptq", "bits": self.bits, "group_size": self.size or -1, "desc_act": False, "sym": self.symmetric,
-                "checkpoint_format": self.form, "meta": {"quantizer": [self.writer]} if self.writer else None,
+                "quant_method": "gptq", "bits": self.bits, "group_size": self.size or -1, "desc_act": bool(self.order),
+                "sym": self.symmetric, "checkpoint_format": self.form,
+                "meta": {"quantizer": [self.writer]} if self.writer else None,
             }  # fmt: skip
         if self.method == "auto-round":
             return {
@@ -53,7 +56,7 @@ class Layout:
             }  # fmt: skip
         weights = {
             "num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "strategy": "group" if self.size else "channel",
-            "group_size": self.size or None,
+            "group_size": self.size or None, "actorder": "group" if self.order else None,
         }  # fmt: skip
         scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         return {
@@ -127,6 +130,15 @@ def compressed_parts(layout: Layout, numbers: Tensor, zeros: Tensor, scales: Ten
     return parts
 
 
+def order_of(layout: Layout, inputs: int) -> Tensor:
+    """The order of inputs in which groups lie side by side."""
+    return (
+        torch.randperm(inputs, generator=torch.Generator().manual_seed(layout.order))
+        if layout.order
+        else torch.arange(inputs)
+    )
+
+
 def write_grouped(
     place: Path, model: Any, layout: Layout, takes: Callable[[str], bool] = lambda name: "lm_head" not in name
 ) -> Any:
@@ -140,9 +152,15 @@ def write_grouped(
     stored: dict[str, Tensor] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and takes(name):
-            numbers, zeros, scales, meant = quantised(layer.weight.detach(), layout)
-            layer.weight.data = meant
-            stored |= {f"{name}.{part}": each for part, each in write(layout, numbers, zeros, scales).items()}
+            places = order_of(layout, layer.in_features)
+            numbers, zeros, scales, meant = quantised(layer.weight.detach()[:, places], layout)
+            back = places.argsort()
+            layer.weight.data = meant[:, back]
+            parts = write(layout, numbers[:, back], zeros, scales)
+            if layout.order:
+                index = "g_idx" if layout.method == "gptq" else "weight_g_idx"
+                parts[index] = (back // layout.size).to(torch.int32)
+            stored |= {f"{name}.{part}": each for part, each in parts.items()}
             stored |= {f"{name}.weight": stored.get(f"{name}.weight", torch.empty(0))}
     model.save_pretrained(place)
     tiny_tokenizer().save_pretrained(place)

@@ -23,9 +23,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import shoal
 from shoal.drafting.ngram import NGramDrafter
-from shoal.errors import UnsupportedModel
+from shoal.errors import RequestError, UnsupportedModel
 from shoal.models import pretrained, weights
 from shoal.models.load_checks import BYTES
+from shoal.models.loading import wrap
+from shoal.models.pretrained import load_weights
 from shoal.models.quantize import rounds_features, set_apart
 from shoal.models.selfcheck import tolerance
 from shoal.testing import save_pair, tiny_model, tiny_tokenizer
@@ -347,6 +349,48 @@ def require_by_modules(plain: Path, quantised: Path) -> None:
         assert drafted.stats.accepted > 0
         plainly = model.generate(ids.tolist(), 2, lookahead="off", **options)
         assert [one.token_ids for one in drafted[0].samples] == [one.token_ids for one in plainly[0].samples]
+
+
+@pytest.mark.parametrize("kind", ["int4_weight_only", None, {"default": {}, "lm_head": {}}])
+def test_settings_of_an_older_torchao_are_refused_by_name(kind: Any, tmp_path: Path) -> None:
+    """With the package or without it: Transformers would end in an assertion of its own."""
+    save_quantised(tmp_path, {"quant_method": "torchao", "quant_type": kind, "quant_type_kwargs": {}}, of_rows)
+    with pytest.raises(
+        UnsupportedModel, match=re.escape(f"by torchao, and cannot be read here: its quant_type {kind!r} is")
+    ):
+        shoal.load(tmp_path, dtype="float32")
+
+
+def test_an_assertion_of_transformers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        assert not _, "one key of the settings"
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fails)
+    with pytest.raises(
+        RequestError, match=r"cannot load the ModelForCausalLM of .*: AssertionError one key of the settings"
+    ):
+        load_weights(tmp_path, transformers.AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, AssertionError])
+def test_modules_of_a_method_that_do_not_compute_here_are_named(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchao's weights of 4 bits, as published, need a GPU and the package mslk, which the first pass shows."""
+    save_quantised(tmp_path, None, lambda name, weight: {name: weight})
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    hf.config.quantization_config = {"quant_method": "torchao"}
+
+    def fails(*_: Any) -> None:
+        raise error("no attribute 'mslk'. This could be because of much\nmore")
+
+    monkeypatch.setattr(hf.model.layers[0].mlp.down_proj, "forward", fails)
+    named = (
+        rf"was quantised by torchao, whose modules do not compute on cpu \({error.__name__}: no attribute 'mslk'\): take the"
+    )
+    with pytest.raises(UnsupportedModel, match=named):
+        wrap(hf, "quantised")
 
 
 class Elsewhere(Tensor):

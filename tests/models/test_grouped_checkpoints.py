@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from native_kernels import needs_compiler
 from shoal.errors import UnsupportedModel
 from shoal.integrations.loglikelihoods import token_logprobs
 from shoal.models import formats, grouped_checkpoints
-from shoal.models.weights.groups import GroupLinear
+from shoal.models.weights.groups import Gathered, GroupLinear
 from shoal.testing import fill, tiny_model
 
 pytestmark = needs_compiler
@@ -348,12 +349,12 @@ def test_options_that_the_groups_do_not_take_are_named(options: dict[str, Any], 
 @pytest.mark.parametrize(
     ("layout", "change", "reason"),
     [
-        (7, lambda t: t[f"{Q}.g_idx"].copy_(t[f"{Q}.g_idx"].flip(0).clone()), f"of its {Q} .*act-order"),
         (
-            0,
-            lambda t: t.update({f"{Q}.weight_g_idx": torch.arange(int(t[f"{Q}.weight_shape"][1])).flip(0).int() // 32}),
-            f"of its {Q} .*act-order",
+            7,
+            lambda t: t[f"{Q}.g_idx"].copy_(t[f"{Q}.g_idx"].clamp(min=1)),
+            f"of its {Q} the groups of inputs are not 32 inputs",
         ),
+        (0, lambda t: t.update({f"{Q}.weight_g_idx": torch.full((64,), -1)}), f"of its {Q} the groups of inputs are not 32"),
         (6, lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:, :8].clone()}), f"of its {Q} the weights are .* scales"),
         (6, lambda t: t.pop(f"{Q}.qzeros"), f"of its {Q} the tensors are not all there"),
         (10, lambda t: t.pop(f"{Q}.qzeros"), f"of its {Q} the tensors are not all there"),
@@ -384,8 +385,9 @@ def test_tensors_that_a_config_calls_for_are_missed(tmp_path: Path) -> None:
         (gptq, "g_idx", {"desc_act": True}),
         (Layout(COMPRESSED, symmetric=False), "weight_zero_point", {}),
         (LAYOUTS[0], "weight_g_idx", {"actorder": "group"}),
+        (LAYOUTS[0], "weight_g_idx", {"actorder": "dynamic"}),
     ):
-        place = written(tmp_path / part, layout)
+        place = written(tmp_path / f"{part}{len(fields)}{fields.get('actorder')}", layout)
         tensors = load_file(place / "model.safetensors")
         tensors.pop(f"{Q}.{part}", None)
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
@@ -395,6 +397,44 @@ def test_tensors_that_a_config_calls_for_are_missed(tmp_path: Path) -> None:
         (place / "config.json").write_text(json.dumps(config))
         with pytest.raises(UnsupportedModel, match=f"the tensor {part} is not there, which its config calls for"):
             shoal.load(place)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("gptq", 4, size=16, symmetric=False, form="gptq_v2"),
+        Layout("gptq", size=32, form="gptq"),
+        Layout(COMPRESSED, 4),
+        Layout(COMPRESSED, symmetric=False),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_inputs_in_the_order_of_their_activations_are_gathered(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ with act-order (`desc_act`, `actorder: group`): a group's inputs lie anywhere, as its tensor says.
+
+    Read as if they lay side by side, the weights would be others.
+    """
+    stock = write_grouped(tmp_path, model_of(), replace(layout, order=3))
+    with shoal.load(tmp_path, "suffix") as model:
+        assert model.loaded["target"]["passes"] == "modules"
+        layers = {n: m for n, m in model.target.hf.named_modules() if isinstance(m, Gathered)}
+        assert len(layers) == 14
+        for name, layer in layers.items():
+            weight = torch.empty(stock.get_submodule(name).weight.shape)
+            weight[:, layer.order] = dense(layer.linear)
+            assert torch.equal(weight, stock.get_submodule(name).weight)
+        made = model.generate(PROMPTS, 2, temperature=0, max_new_tokens=24, eos=(), lookahead=3)
+        assert made.stats.drafted > 0
+    for prompt, output in zip(PROMPTS, made, strict=True):
+        assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 2
+    with pytest.raises(UnsupportedModel, match="no copy in 4 bits: a linear layer is a Gathered"):
+        shoal.load(tmp_path, "self:int4")
+    monkeypatch.setattr(Gathered, "forward", lambda self, x: self.linear(x))
+    with shoal.load(tmp_path) as model:
+        logits = model.target.plain_logits(torch.tensor([PROMPTS[0]]))
+    assert (logits - stock(torch.tensor([PROMPTS[0]])).logits).abs().max() > 0.1
 
 
 def test_groups_of_inputs_that_the_kernels_cannot_part_are_refused(tmp_path: Path) -> None:

@@ -199,6 +199,23 @@ def headers_of(files: Iterable[str]) -> dict[str, tuple[list[int], str]]:
     return headers
 
 
+def require_serialized(method: str | None, fields: Mapping[str, Any]) -> None:
+    """Raises RequestError if a config of torchao gives the name of its method alone.
+
+    Releases before 0.10 wrote `int4_weight_only`, and Transformers reads settings as an object.
+
+    Args:
+        method: the name of the method that quantised the checkpoint.
+        fields: the `quantization_config` of config.json.
+    """
+    kind = fields.get("quant_type")
+    if method == "torchao" and not (isinstance(kind, Mapping) and [*kind] == ["default"]):
+        raise RequestError(
+            f"its quant_type {kind!r} is that of an older torchao, and Transformers reads settings "
+            f'as an object, {{"default": ...}}'
+        )
+
+
 FP8_BLOCK = (128, 128)
 """The sides of a block of fp8 where the config does not say."""
 FP8_SCALES = ("weight_scale_inv", "scale", "qscale_weight")

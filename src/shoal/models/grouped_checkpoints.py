@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shoal.errors import UnsupportedModel
 from shoal.models.formats import headers_of
-from shoal.models.weights.groups import GROUP, GroupLinear, Groups
+from shoal.models.weights.groups import GROUP, Gathered, GroupLinear, Groups
 
 BITS = (4, 8)
 """The sizes of the numbers."""
@@ -35,6 +36,8 @@ WORD = 32
 """The bits of a word of packed numbers."""
 LEAST_GROUP = 16
 """The number that the inputs of a group must be a multiple of."""
+BY_GROUP = (True, "group", "dynamic")
+"""The entries `actorder` of groups whose inputs do not lie side by side."""
 OURS = "shoal-groups"
 """The name of the method by which Transformers finds `_GroupReader`."""
 WEIGHTS = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_scale"}
@@ -80,9 +83,8 @@ def refusal(method: str, fields: Mapping[str, Any]) -> str | None:
         if kind not in ("gptq", "gptq_v2"):
             return f"the checkpoint_format {kind} is another order of weights"
         bits = fields.get("bits")
-        return (
-            None if bits in BITS else f"its weights have {bits} bits, and the kernels take 4 or 8"
-        )
+        many = f"its weights have {bits} bits, and the kernels take 4 or 8"
+        return None if bits in BITS else many
     if method == "awq":
         bits = fields.get("bits", 4)
         kind = str(fields.get("version") or fields.get("format") or "gemm").lower()
@@ -171,7 +173,7 @@ def _needs(method: str, fields: Mapping[str, Any]) -> list[str]:
         return ["g_idx"] if fields.get("desc_act") else []
     groups = [group["weights"] for group in (fields.get("config_groups") or {}).values()]
     points = bool(groups) and not any(group.get("symmetric", True) for group in groups)
-    order = bool(groups) and all(group.get("actorder") in (True, "group") for group in groups)
+    order = bool(groups) and all(group.get("actorder") in BY_GROUP for group in groups)
     return ["weight_zero_point"] * points + ["weight_g_idx"] * order
 
 
@@ -229,10 +231,11 @@ class _GroupReader(HfQuantizer):  # type: ignore[misc]
         for name, layer in list(model.named_modules()):
             if isinstance(layer, _StoredLinear):
                 try:
-                    groups = layer.groups(settings)
+                    groups, order = layer.groups(settings)
                 except _OtherLayout as reason:
                     raise UnsupportedModel(f"of its {name} {reason}") from reason
-                model.set_submodule(name, GroupLinear(groups, layer.part("bias"), settings.exact))
+                linear: nn.Module = GroupLinear(groups, layer.part("bias"), settings.exact)
+                model.set_submodule(name, linear if order is None else Gathered(linear, order))
         self.remove_quantization_config(model)
         return model
 
@@ -270,31 +273,34 @@ class _StoredLinear(nn.Module):
         part = self._parameters.get(name)
         return None if part is None else part.detach()
 
-    def groups(self, settings: _GroupSettings) -> Groups:
-        """Returns the layer's weights. Raises _OtherLayout."""
+    def groups(self, settings: _GroupSettings) -> tuple[Groups, Tensor | None]:
+        """Returns the layer's weights, and the order of inputs that puts each group side by side.
+
+        The order is None where they lie so. Raises _OtherLayout."""
         out, inputs = self.out_features, self.in_features
         for name in settings.needs:
             if self.part(name) is None:
                 raise _OtherLayout(f"the tensor {name} is not there, which its config calls for")
         if inputs % GROUP:
             raise _OtherLayout(f"the inputs are {inputs}, no multiple of {GROUP}")
-        if settings.stored_by == "gptq":
-            numbers, zeros, scales, bits = self._of_gptq(settings)
-        else:
-            read = self._of_awq if settings.stored_by == "awq" else self._of_compressed
-            numbers, zeros, scales, bits = read()
+        reads: dict[str, Any] = {"gptq": partial(self._of_gptq, settings), "awq": self._of_awq}
+        numbers, zeros, scales, bits = reads.get(settings.stored_by, self._of_compressed)()
         if numbers.shape != (out, inputs) or len(scales) != out or inputs % scales.shape[1]:
             raise _OtherLayout(
                 f"the weights are {list(numbers.shape)} with scales {list(scales.shape)}, and the "
                 f"layer is {[out, inputs]}"
             )
         size = inputs // scales.shape[1]
-        order = self.part("g_idx") if "g_idx" in self._parameters else self.part("weight_g_idx")
-        if order is not None and not torch.equal(order.long(), torch.arange(inputs) // size):
-            raise _OtherLayout("the inputs of a group are not side by side (act-order, desc_act)")
         if size % LEAST_GROUP:
             raise _OtherLayout(f"a group has {size} inputs, no multiple of {LEAST_GROUP}")
-        return groups_of(numbers, zeros, scales, bits)
+        places = self.part("g_idx") if "g_idx" in self._parameters else self.part("weight_g_idx")
+        side_by_side, order = torch.arange(inputs) // size, None
+        if places is not None and not torch.equal(places.long(), side_by_side):
+            order = places.long().argsort(stable=True)
+            if not torch.equal(places[order].long(), side_by_side):
+                raise _OtherLayout(f"the groups of inputs are not {size} inputs each (g_idx)")
+            numbers = numbers[:, order]
+        return groups_of(numbers, zeros, scales, bits), order
 
     def _of_gptq(self, settings: _GroupSettings) -> tuple[Tensor, Tensor | None, Tensor, int]:
         """Returns numbers [out, in], zero points and scales [out, groups], and the bits."""
@@ -384,9 +390,7 @@ def _numbers(words: Tensor, bits: int) -> Tensor:
 
 
 def _in_order(numbers: Tensor) -> Tensor:
-    """Returns numbers [rows, outputs], given in the order of AWQ's words, in the order of the
-    outputs.
-    """
+    """Returns numbers [rows, outputs] of AWQ's words in the order of the outputs."""
     places = torch.tensor(AWQ_OUTPUTS).argsort()
     return numbers.unflatten(1, (-1, len(AWQ_OUTPUTS)))[:, :, places].flatten(1)
 

@@ -19,6 +19,7 @@ from shoal.errors import UnsupportedModel
 from shoal.models.cache import Plan
 from shoal.models.cache.mixing import EqualRows, Mixers, OwnState
 from shoal.models.cache.states import KNOWN, StateCache, call_of
+from shoal.models.pretrained import PROBLEMS
 from shoal.models.runner import Runner
 
 BEFORE, TOKENS = 2, 6
@@ -121,7 +122,7 @@ def use_mixers(runner: Runner) -> None:
     before = _attributes(runner.hf)
     try:
         reason, made = _searched(runner, watch, before)
-    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+    except PROBLEMS as error:
         first = str(error).partition("\n")[0]
         reason = f"it keeps states in a cache of its own kind ({type(error).__name__}: {first})"
     finally:

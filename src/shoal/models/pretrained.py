@@ -28,7 +28,7 @@ from transformers.utils import cached_file
 
 from shoal.config import PARAMETERS
 from shoal.errors import ModelError, RequestError, UnsupportedModel
-from shoal.models.formats import headers_of, require_even_blocks
+from shoal.models.formats import headers_of, require_even_blocks, require_serialized
 from shoal.models.gguf.tokenizer import tokenizer_of
 from shoal.models.grouped_checkpoints import PARTS, in_groups, refusal
 from shoal.models.sources import directory_of, gguf_of
@@ -122,6 +122,8 @@ def require_no_scales(source: object, method: str | None, hf: Any, left: Iterabl
         )
 
 
+PROBLEMS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, AssertionError)
+"""The errors that a model's modules end in where they do not compute."""
 HALVES = ("gemma3", "gemma4", "internvl", "llama4", "llava", "mistral3")
 """The model types of multimodal checkpoints whose text half has a class of its own."""
 HALF_NAMES = {
@@ -240,6 +242,7 @@ def load_weights(source: str | Path, config: Any, groups: str | None = None, **o
         ours = in_groups(half or config, method, _quantization(config) or {}, exact)
         options |= {"config": ours, "dtype": torch.float32}
     try:
+        require_serialized(method, _quantization(config) or {})
         with nullcontext() if half is None else _without_report():
             hf, report = from_pretrained(
                 source, transformers.AutoModelForCausalLM, output_loading_info=True, **options
@@ -336,15 +339,7 @@ def from_pretrained(source: str | Path, auto: Any, **options: Any) -> Any:
         raise ModelError(
             f"{source}: out of memory while loading; try dtype='bfloat16' or a smaller model"
         ) from error
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        ImportError,
-        RuntimeError,
-        TypeError,
-        StrictDataclassError,
-    ) as error:
+    except (*PROBLEMS, OSError, ImportError, StrictDataclassError) as error:
         first = _first_sentence(error)
         if "trust_remote_code" in str(error):
             first += " Only if you trust it: trust_remote_code=True"

@@ -18,6 +18,7 @@ from shoal.errors import UnsupportedModel
 from shoal.models.attention import AttentionInputs
 from shoal.models.compiled.captures import require_device
 from shoal.models.load_checks import BYTES, GROUPS, KEYS, LIMITS, divergences
+from shoal.models.pretrained import INSTEAD, PROBLEMS, method_of
 from shoal.models.quantize import rounds_features
 from shoal.models.runner import Runner
 from shoal.models.weights.groups import GroupLinear
@@ -76,15 +77,21 @@ def self_check(runner: Runner) -> float:
         return float(entry["self_check_error"])
     try:
         error = _self_check(runner)
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as problem:
+    except PROBLEMS as problem:
         if isinstance(problem, torch.OutOfMemoryError) or "allocate" in str(problem):
             raise
         require_device(runner.device, problem)
-        first = str(problem).partition("\n")[0]
+        first = str(problem).partition("\n")[0].partition(". ")[0]
+        first, method = f"{type(problem).__name__}: {first}", method_of(runner.hf.config)
+        if method is not None:
+            raise UnsupportedModel(
+                f"{runner.name} was quantised by {method}, whose modules do not compute on "
+                f"{runner.device} ({first}): {INSTEAD}"
+            ) from problem
         kind = runner.hf.config.get_text_config().model_type
         raise UnsupportedModel(
             f"{runner.name} ({kind}) is not supported: its modules do not compute rows of unequal "
-            f"lengths ({type(problem).__name__}: {first})"
+            f"lengths ({first})"
         ) from problem
     runner.kept_checks.write(SELF_CHECK, {name: getattr(runner, name) for name in RESULTS})
     return error

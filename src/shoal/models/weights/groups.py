@@ -246,6 +246,29 @@ class GroupLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
+class Gathered(nn.Module):
+    """A layer that gets its inputs in another order.
+
+    GPTQ with act-order groups inputs that do not lie side by side. No executor but the modules
+    takes such a layer.
+
+    Args:
+        linear: the layer, whose groups of inputs lie side by side.
+        order: [in] int64, the inputs in its order.
+    """
+
+    order: Tensor
+
+    def __init__(self, linear: nn.Module, order: Tensor) -> None:
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("order", order, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes [..., out] of [..., in]."""
+        return self.linear(x.index_select(-1, self.order))  # type: ignore[no-any-return]
+
+
 def parameter_count(model: nn.Module) -> int:
     """Returns the number of a model's weights, tied ones counted once."""
     grouped = [module for module in model.modules() if isinstance(module, GroupLinear)]

@@ -118,6 +118,7 @@ for _ in range(24):
 """
 
 
+@pytest.mark.slow(but=["4096"])
 @pytest.mark.parametrize("leak", [4096, 0])
 def test_what_a_process_keeps_is_seen(leak: int) -> None:
     """4 KiB a request, as a list would keep them, beside megabytes that come and go."""

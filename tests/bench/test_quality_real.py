@@ -144,6 +144,7 @@ class Written:
         return {"ids": ids, "seconds": 2.0, "finished_at": times, "mean_logprobs": [-1.0, -0.5, -2.0][: task.n]}
 
 
+@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("times", [True, False])
 def test_samples_of_another_engine_are_judged_as_those_of_shoal(tmp_path: Path, bundled: Shoal, times: bool) -> None:
     tests = "def check(candidate):\n    assert candidate() == 1\n"

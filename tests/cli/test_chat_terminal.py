@@ -186,6 +186,7 @@ def test_a_chat_in_the_background_of_its_terminal_says_so(tmp_path: Path) -> Non
     screen.close()
 
 
+@pytest.mark.slow(but=["15"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_leaves_the_terminal_as_it_was(screen: Screen, number: signal.Signals) -> None:
     """As that of `timeout --foreground`: a shell would show no keys afterwards."""

@@ -743,6 +743,7 @@ def test_streams_that_the_caller_closed_are_empty(closed: str, arguments: str, c
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
 
 
+@pytest.mark.slow
 def test_the_module_runs_and_its_arguments_and_files_are_utf8_in_a_locale_of_ascii(tiny: Models, tmp_path: Path) -> None:
     """Where Python's own UTF-8 mode, which LC_ALL=C brings, is off. stdout is for the result alone."""
     options = [*tiny.pair, "--max-new-tokens", "2", "--json"]
@@ -819,6 +820,7 @@ def test_a_prompt_that_is_too_long_names_the_bundled_model(capsys: pytest.Captur
     assert "tokens; bundled target holds 1024, the first new token included" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_serving_in_one_process_does_without_ray() -> None:
     modules = "shoal.serve.app, shoal.serve.batch_lines, shoal.serve.output_file"
     code = f"import sys; sys.modules['ray'] = None; import {modules}"

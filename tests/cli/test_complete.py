@@ -312,6 +312,7 @@ def loaded(bundled: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda self: bundled)
 
 
+@pytest.mark.slow
 def test_suggestions_parse_under_a_syntax(shoal: Command, loaded: None, tmp_path: Path) -> None:
     """The whole file counts, also where the model sees its nearest parts alone."""
     path = tmp_path / "b.py"

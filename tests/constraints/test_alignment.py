@@ -163,6 +163,7 @@ def drawn_trees(shape: Shape) -> Drafter:
     return TreeDrafter(table_model(table(1)).fork(), 6, shape)
 
 
+@pytest.mark.slow(but=["rejection"])
 @pytest.mark.parametrize(
     ("rule", "drafter"),
     [

@@ -148,6 +148,7 @@ def counted(rule: Rule, drafter: bool, *guessing: Constraint[Any]) -> tuple[floa
     return agreement(rows, law_of(following, 8, END)), stats
 
 
+@pytest.mark.slow(but=["Rejection-False", "Coupled-False"])
 @pytest.mark.parametrize("drafter", [False, True])
 @pytest.mark.parametrize("rule", [Rejection, Coupled])
 def test_the_law_counted_through_the_engine(rule: type[Rejection | Coupled], drafter: bool) -> None:
@@ -157,6 +158,7 @@ def test_the_law_counted_through_the_engine(rule: type[Rejection | Coupled], dra
     assert 200 < forced.accepted < forced.drafted - 200
 
 
+@pytest.mark.slow(but=["False"])
 @pytest.mark.parametrize("drafter", [False, True])
 def test_forced_drafts_that_are_not_verified_are_caught(drafter: bool) -> None:
     assert counted(Unverified(), drafter, Guessing())[0] < 1e-6

@@ -49,6 +49,7 @@ def allowed(kind: str, grammar: Grammar, *texts: tuple[int, ...]) -> torch.Tenso
     return constraint.mask(states, size, torch.device("cpu")).tokens
 
 
+@pytest.mark.slow(but=["llama"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_are_texts_of_the_grammar(kind: str) -> None:
     for k in (0, 3) if kind != "large" else (3,):
@@ -151,6 +152,7 @@ def test_a_probe_reads_what_the_engine_reads(kind: str) -> None:
 # ── alignment ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["the te-llama"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prompt", ["the te", "the text ", "the", "a 🙂", " x\n    ret", "<|user|> the te"])
 def test_aligned_samples_go_on_from_the_prompt(kind: str, prompt: str) -> None:

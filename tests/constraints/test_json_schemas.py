@@ -775,6 +775,7 @@ def generated(model: shoal.Shoal, names: Sequence[str], **options: Any) -> list[
     return [(sample.text, sample.finish_reason == "eos") for result in results for sample in result.samples]
 
 
+@pytest.mark.slow
 def test_the_bundled_pair_ends_what_it_begins(bundled: shoal.Shoal) -> None:
     """Without bounds it goes on with blanks: the control, on one of the schemas."""
     names = ("verdict", "birthday", "order")

@@ -104,6 +104,7 @@ def run(rule: Any, k: int, top_k: int = 0, n: int = 600) -> list[Row]:
     return rows_of(*models, k, rule, n, LONGEST, END, constraints, prompt=PROMPT, tokenizer=TOKENIZER, top_k=top_k)[0]
 
 
+@pytest.mark.slow(but=["plain, truncated", "rejection, truncated", "coupled"])
 @pytest.mark.parametrize(
     ("rule", "k", "top_k"),
     [(Rejection(), 0, 3), (Rejection(), 2, 0), (Rejection(), 2, 3), (Coupled(), 2, 0)],

@@ -187,6 +187,7 @@ def fit(target: Any, drafter: Any, rule: Any) -> float:
     return agreement(rows, law(target))
 
 
+@pytest.mark.slow(but=["plain-rejection", "plain-coupled"])
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 def test_tokens_have_the_law_of_p_given_that_they_pass(rule: Any, drafted: bool) -> None:

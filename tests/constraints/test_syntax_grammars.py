@@ -113,6 +113,7 @@ def _completed(asked: Quotients, column: Column, most: int, alphabet: str) -> bo
     return False
 
 
+@pytest.mark.slow(but=["brackets"])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_the_quotients_are_those_of_the_definition(name: str) -> None:
     assert not wrong(name)
@@ -295,6 +296,7 @@ def fit(target: Any, drafter: Any, rule: Any, check: Any, right: GrammarMiddle |
     return agreement(rows, law(target, right or check))
 
 
+@pytest.mark.slow(but=["plain-rejection", "drafted-coupled"])
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 def test_tokens_have_the_law_of_p_given_that_they_pass(letters: None, rule: Any, drafted: bool) -> None:

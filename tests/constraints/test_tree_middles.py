@@ -378,6 +378,7 @@ def law(script: Any) -> dict[tuple[int, ...], float]:
     return law_given(script, passes, VOCAB, LONGEST, END)
 
 
+@pytest.mark.slow(but=["0-coupled", "2-rejection"])
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 @pytest.mark.parametrize("k", [0, 2])
 def test_tokens_have_the_law_of_p_given_that_an_end_parses(rule: Any, k: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import lanes
-from parts import PARTS, SHARED, part_of
+from parts import PARTS, SHARED, STALE, part_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = [f"tests/room/test_{file}.py::test_case[{number}]" for file in "abc" for number in range(400)]
@@ -52,7 +52,11 @@ def test_quick(): pass
 def test_slow(number): pass
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_mixed(number): pass
+@pytest.mark.slow(but=["lamb", "ox-2"])
+@pytest.mark.parametrize("case", ["lamb", "lamb-1", "lambs", "ox-1", "ox-2", pytest.param("ox-2-x", marks=pytest.mark.slow)])
+def test_cases(case): pass
 """
+QUICK = {"test_quick", "test_mixed[0]", "test_cases[lamb]", "test_cases[lamb-1]", "test_cases[ox-2]"}
 
 
 def session(folder: Path, *options: str) -> tuple[set[str], str]:
@@ -71,9 +75,10 @@ def session(folder: Path, *options: str) -> tuple[set[str], str]:
 
 def test_the_parts_cover_all_tests_and_share_the_quick_ones(tmp_path: Path) -> None:
     every, said = session(tmp_path)
-    assert len(every) == 27
+    assert len(every) == 33
     assert "slow tests" not in said
-    quick = {"test_case.py::test_quick", "test_case.py::test_mixed[0]"}
+    quick = {f"test_case.py::{name}" for name in QUICK}
+    assert session(tmp_path, "-m", "not slow")[0] == quick
     slow = []
     for number in range(1, PARTS + 1):
         names, said = session(tmp_path, "--slow-part", str(number))
@@ -82,6 +87,11 @@ def test_the_parts_cover_all_tests_and_share_the_quick_ones(tmp_path: Path) -> N
         slow += names - quick
         assert {part_of(name) for name in names - quick} == {number}
     assert sorted(slow) == sorted(every - quick)
+
+
+def test_each_case_that_is_said_to_be_quick_is_there() -> None:
+    """Of all tests that this session has collected."""
+    assert not STALE
 
 
 def test_the_part_of_the_day(tmp_path: Path) -> None:

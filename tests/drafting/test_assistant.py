@@ -115,6 +115,7 @@ SABOTAGES: list[tuple[Any, str, Any]] = [
 ]
 
 
+@pytest.mark.slow(but=["shared"])
 @torch.inference_mode()
 def test_drafts_are_those_of_the_definition(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ragged batches with joins, cancellations and moves, beyond the window, after accepted and rejected drafts."""
@@ -189,10 +190,12 @@ def test_a_row_says_the_same_whatever_is_beside_it(tmp_path: Path) -> None:
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["shared"])
 def test_tokens_are_those_of_plain_decoding(pair: Pair) -> None:
     require_tokens_of_plain_decoding(pair.target, pair.drafter, PROMPTS)
 
 
+@pytest.mark.slow(but=["2-rejection", "2-coupled"])
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 @pytest.mark.parametrize("shared", [2, 0])
 def test_two_tokens_have_their_law(shared: int, rule: Rule, tmp_path: Path) -> None:

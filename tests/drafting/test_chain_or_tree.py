@@ -94,6 +94,7 @@ def priced(column: float, monkeypatch: pytest.MonkeyPatch) -> float:
     return decoded(Clock(), None, Fixed(0))
 
 
+@pytest.mark.slow
 def test_trees_are_drafted_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns cost next to nothing, steps of the draft model much."""
     plain = priced(0.002, monkeypatch)
@@ -127,6 +128,7 @@ def test_nothing_is_drafted_where_nothing_pays(monkeypatch: pytest.MonkeyPatch) 
     assert seconds < 3 * plain / 0.985
 
 
+@pytest.mark.slow(but=["0"])
 @pytest.mark.parametrize("choice", [0, 1, 2])
 def test_the_protocol_is_kept(choice: int) -> None:
     def made() -> Drafter:

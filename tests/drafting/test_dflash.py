@@ -169,6 +169,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Per publisher: the entries of config.json that differ, and what they mean."""
 
 
+@pytest.mark.slow(but=["z-lab"])
 @pytest.mark.parametrize("publisher", PUBLISHED)
 @torch.inference_mode()
 def test_published_layers_are_read(publisher: str, tmp_path: Path) -> None:
@@ -288,6 +289,7 @@ def long_runs(target: Runner, drafter: BlockDrafter | None) -> tuple[Engine, lis
     return engine, [row.tokens for row in rows]
 
 
+@pytest.mark.slow
 def test_long_texts_are_those_of_plain_decoding(tmp_path: Path) -> None:
     """Greedy, in unequal rows, by layers that have learned for a moment: they are accepted often enough to save passes."""
     hf = tiny_model("llama", max_position_embeddings=512)
@@ -325,6 +327,7 @@ def test_two_tokens_have_their_law(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert p_of_two_tokens(hf, drafter, (1, 2, 3), 1500) < ALPHA
 
 
+@pytest.mark.slow(but=["computed again"])
 @pytest.mark.parametrize("way", ["computed again", "shared", "in chunks"])
 def test_rows_that_pause_have_the_tokens_of_rows_that_do_not(way: str, place: Path) -> None:
     options = {"computed again": {}, "shared": {"prefix_sharing": "shared"}, "in chunks": {"chunk": 5}}[way]

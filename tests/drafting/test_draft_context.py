@@ -195,6 +195,7 @@ def test_memory_is_planned_by_what_each_model_reads() -> None:
     assert tight.engine.memory.used <= need * per_token
 
 
+@pytest.mark.slow(but=["1-shared"])
 @pytest.mark.parametrize(
     ("lookahead", "prefix_sharing"), [("1", "shared"), ("7", "copied"), ("auto", "shared"), ("opening", "copied")]
 )

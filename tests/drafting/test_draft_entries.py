@@ -82,6 +82,7 @@ def test_batches_take_it(spec: str, places: dict[str, Path], tmp_path: Path) -> 
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_other_commands_take_what_batches_take(places: dict[str, Path], tmp_path: Path) -> None:
     """They load a pair in the same way, and an engine is made for each: benchmark, evaluation, server."""
     work = ["--batch-sizes", "2", "--max-new-tokens", "6", "--repeats", "1", "--lookahead", "off,3", "--baselines", ""]

@@ -80,6 +80,7 @@ TABLES: dict[str, Callable[[], TextDrafter]] = {
 }
 
 
+@pytest.mark.slow(but=["ngram-2000"])
 @pytest.mark.parametrize("words", [VOCABULARY, 30])
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_take_what_is_counted_and_no_more_than_the_plan(name: str, words: int) -> None:
@@ -115,6 +116,7 @@ def test_a_table_of_what_the_target_said_takes_what_is_counted(kind: type[Recycl
     assert least * drafter.keeps.of_request(400, 1) < used <= drafter.keeps.of_request(400, 1)
 
 
+@pytest.mark.slow(but=["engine"])
 @pytest.mark.parametrize("place", ["engine", "file", "file of another engine"])
 def test_earlier_answers_take_what_is_counted(place: str, tmp_path: Path) -> None:
     """An automaton, and the texts that it is made of anew."""

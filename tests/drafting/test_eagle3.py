@@ -217,6 +217,7 @@ PUBLISHED: dict[str, tuple[str, str, bool, tuple[int, ...], dict[str, Any]]] = {
 """Per publisher: the file, the layer's name, whether the embedding is in it, the hidden states that are read, and config.json."""
 
 
+@pytest.mark.slow(but=["SafeAILab-layers"])
 @pytest.mark.parametrize(
     ("publisher", "fault"),
     [
@@ -267,6 +268,7 @@ def test_published_heads_are_read(publisher: str, fault: str, tmp_path: Path, mo
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["3--rejection", "9--coupled"])
 @RULES
 @pytest.mark.parametrize(("max_batch", "tree"), [(1, ""), (3, ""), (9, ""), (3, "rsd-s"), (33, "dyspec")])
 def test_tokens_are_those_of_plain_decoding(place: Path, target: Runner, max_batch: int, tree: str, rule: Rule) -> None:
@@ -297,6 +299,7 @@ SMALL = CONFIG | {
 }
 
 
+@pytest.mark.slow(but=["rsd-s"])
 @pytest.mark.parametrize("shape", ["", "rsd-s", "union"])
 def test_the_protocol_is_kept(shape: str) -> None:
     heads = random_heads(SMALL | {"vocab_size": 5, "draft_vocab_size": 5}, 3 * 5, 5, own=True)

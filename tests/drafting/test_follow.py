@@ -85,6 +85,7 @@ def drafts(pair: shoal.Shoal) -> list[list[list[int]]]:
 FOLLOWING = ["self:exit=1", "self:window=4,sinks=1", "self:exit=2,window=4", "self:int4", "mtp", "eagle3", "medusa"]
 
 
+@pytest.mark.slow(but=["self:int4-off"])
 @pytest.mark.parametrize("compile", ["auto", "off"])
 @pytest.mark.parametrize("draft", FOLLOWING)
 def test_what_shares_weights_drafts_as_if_loaded_anew(draft: str, compile: str, tmp_path: Path) -> None:
@@ -170,6 +171,7 @@ def test_an_update_before_the_first_call_counts(pair: shoal.Shoal) -> None:
     assert (stats.updates_behind, (stats + rolled(pair).stats).updates_behind) == (1, 1)
 
 
+@pytest.mark.slow(but=["eagle3"])
 @pytest.mark.parametrize("draft", ["mtp", "eagle3", "medusa", "self:exit=1", "suffix"])
 def test_what_heads_share_with_the_target_is_not_their_own(draft: str, tmp_path: Path) -> None:
     heads = {"eagle3": save_eagle3, "medusa": save_medusa}
@@ -321,6 +323,7 @@ def kept(pair: shoal.Shoal) -> list[Tensor]:
     return [one.detach().clone() for one in pair.target.hf.parameters()]
 
 
+@pytest.mark.slow(but=["medusa-float32"])
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -352,6 +355,7 @@ def test_heads_follow_on_rollouts(kind: str, dtype: str, tmp_path: Path) -> None
         assert all(one.grad is None for one in now)
 
 
+@pytest.mark.slow(but=["medusa"])
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp"])
 def test_a_copy_that_learns_reads_the_target_as_it_is(kind: str, tmp_path: Path) -> None:
     """Made before an update of the target, or after it: embedding and head are the target's in both."""

@@ -74,6 +74,7 @@ def test_a_shifted_hidden_state_costs_acceptance_and_no_exactness(monkeypatch: p
     assert wrong.stats.acceptance_rate < 0.6 * right.stats.acceptance_rate
 
 
+@pytest.mark.slow(but=["chains"])
 @pytest.mark.parametrize("nodes", [0, 6], ids=["chains", "trees"])
 def test_the_protocol_is_kept(nodes: int) -> None:
     assert check_drafter(lambda: MedusaDrafter(guessing(V, V), 1, nodes), V) > 20

@@ -149,6 +149,7 @@ def counted(case: Case) -> tuple[Any, list[Row]]:
     return sampled(drafter, case.rule, lookahead, target=target, samples=case.samples)
 
 
+@pytest.mark.slow(but=["model, coupled"])
 @pytest.mark.parametrize("name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_four_tokens_have_the_joint_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a request may draft for each other, and are independent all the same."""

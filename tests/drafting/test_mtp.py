@@ -99,6 +99,7 @@ def test_layers_learn_in_passes_that_say_what_they_will_draft(architecture: str,
                 assert torch.allclose(q[0, position - places.start], expected, atol=2e-3), (number, position)
 
 
+@pytest.mark.slow(but=["deepseek-v3"])
 @torch.inference_mode()
 def test_drafts_are_those_of_the_definition(target: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ragged batches with joins, cancellations and moves, after accepted and rejected drafts; wrong states are noticed."""
@@ -164,6 +165,7 @@ SABOTAGES: list[tuple[type, str, Any]] = [
 ]
 
 
+@pytest.mark.slow(but=["('deepseek-v3', 2)"])
 @torch.inference_mode()
 def test_layers_draft_one_after_the_other(deep: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ragged batches with joins, cancellations, moves, copied prompts: layer k reads layer k - 1, one token before."""
@@ -340,6 +342,7 @@ def test_a_layer_that_transformers_cannot_place_is_refused(tmp_path: Path, caplo
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["deepseek-v3-rsd-s"])
 @pytest.mark.parametrize("tree", ["", "rsd-s"])
 def test_tokens_are_those_of_plain_decoding(target: Runner, tree: str) -> None:
     drafter = MtpDrafter.for_target(target, tree=tree)
@@ -348,10 +351,12 @@ def test_tokens_are_those_of_plain_decoding(target: Runner, tree: str) -> None:
         require_tokens_of_plain_decoding(target, lambda: MtpDrafter.for_target(target, tree=tree), PROMPTS)
 
 
+@pytest.mark.slow(but=["('deepseek-v3', 2)"])
 def test_tokens_of_several_layers_are_those_of_plain_decoding(deep: Runner) -> None:
     require_tokens_of_plain_decoding(deep, lambda: MtpDrafter.for_target(deep), PROMPTS)
 
 
+@pytest.mark.slow(but=["deepseek-v3-1-rejection", "deepseek-v3-1-coupled"])
 @pytest.mark.parametrize("rule", [Rejection(), Coupled()], ids=["rejection", "coupled"])
 @pytest.mark.parametrize(
     ("architecture", "layers"), [("deepseek-v3", 1), ("qwen3-next", 1), ("deepseek-v3", 2), (STACKED, 1)]

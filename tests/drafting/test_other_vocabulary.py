@@ -327,6 +327,7 @@ def test_logits_of_the_target_are_those_of_the_same_words() -> None:
     assert ids.of_draft(torch.tensor([0, 1, 2, 3])).tolist() == [4, 5, 2, 0]
 
 
+@pytest.mark.slow(but=["TLI", "TLI, coupled"])
 @pytest.mark.parametrize(
     ("rule", "methods"),
     [(Rejection(), (TLI,)), (Coupled(), (TLI,)), (Rejection(), (SLEM,)), (Rejection(), ())],

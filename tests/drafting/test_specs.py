@@ -78,6 +78,7 @@ def test_options_of_models_are_refused(saved_pair: tuple[Path, Path]) -> None:
 # ── ways in ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["name"])
 @pytest.mark.parametrize("draft", ["ngram", "ngram:min=1,max=3", NGramDrafter(2, 3)], ids=["name", "options", "object"])
 def test_load_takes_a_drafter_without_a_model(saved_pair: tuple[Path, Path], draft: Any) -> None:
     """With the bundled target and with another; the tokens are those of plain decoding."""
@@ -123,6 +124,7 @@ def test_ids_of_the_bundled_target_are_those_of_plain_decoding() -> None:
                 assert found.stats.row_rounds < plain.stats.row_rounds
 
 
+@pytest.mark.slow
 def test_sums_load_the_model_too(saved_pair: tuple[Path, Path]) -> None:
     for target, draft in ((None, "suffix+bundled"), (saved_pair[0], f"suffix+{saved_pair[1]}")):
         with shoal.load(target, draft, dtype="float32") as pair:

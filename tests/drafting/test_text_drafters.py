@@ -314,6 +314,7 @@ def test_rows_that_become_others_are_heard_at_their_new_place() -> None:
     assert set(table.table) == {(4, 6), (6,)}
 
 
+@pytest.mark.slow(but=["row-RecyclingDrafter"])
 @pytest.mark.parametrize("kind", [RecyclingDrafter, TrigramDrafter])
 @pytest.mark.parametrize("scope", ["row", "group", "engine", "model"])
 def test_a_table_lives_as_long_as_its_scope(scope: str, kind: type[RecyclingDrafter]) -> None:
@@ -430,6 +431,7 @@ def test_auto_learns_what_a_match_is_worth() -> None:
 # ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["ngram"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_keeps_to_the_protocol(name: str) -> None:
     assert check_drafter(DRAFTERS[name], V) > 20
@@ -461,6 +463,7 @@ def test_trees_need_a_target_that_takes_them() -> None:
     Engine(target, SuffixDrafter(), Fixed(2))
 
 
+@pytest.mark.slow(but=["1-Rejection-model", "33-Coupled-model"])
 @by_pairs({"max_batch": [1, 33], "rule": [Rejection(), Coupled()], "name": DRAFTERS})
 def test_tokens_are_those_of_plain_decoding(name: str, rule: Rule, max_batch: int) -> None:
     """At T > 0 as well: without a q both rules draw what plain decoding draws. Nothing is kept of rows that have left."""

@@ -199,6 +199,7 @@ def test_a_beam_is_a_sample_of_paths_without_replacement(monkeypatch: pytest.Mon
 # ── through the engine ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["dyspec"])
 @pytest.mark.parametrize("name", ["rsd-s", "dyspec", "k-seq"])
 def test_drafters_keep_to_the_protocol(name: str) -> None:
     near = scripted(lambda ids: hashed(V)(ids) + 0.5 * hashed(V, 1)(ids), V)
@@ -317,6 +318,7 @@ def counted(shape: Shape, rows: int, *, max_batch: int = 100, new: int = 3, **op
     return engine, counts
 
 
+@pytest.mark.slow(but=["rsd-c"])
 @pytest.mark.parametrize("name", SMALL)
 def test_the_law_by_counting(name: str) -> None:
     engine, counts = counted(SMALL[name], 400)

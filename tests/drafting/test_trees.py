@@ -304,6 +304,7 @@ def test_a_wrong_decision_shows_in_the_enumeration() -> None:
         assert not torch.allclose(committed(p, wrong), chain_rule(p, HORIZON), rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow(but=["Coupled", "Rejection"])
 @pytest.mark.parametrize("rule", [Coupled, Rejection])
 def test_the_distribution_by_counting(rule: Callable[[], Rule]) -> None:
     p = table(1)

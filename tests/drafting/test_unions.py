@@ -212,11 +212,13 @@ UNIONS: dict[str, Callable[[], Drafter]] = {
 }
 
 
+@pytest.mark.slow(but=["tree and chain"])
 @pytest.mark.parametrize("name", UNIONS)
 def test_unions_keep_to_the_protocol(name: str) -> None:
     assert check_drafter(UNIONS[name], V) > 100
 
 
+@pytest.mark.slow(but=["tree and chain"])
 @pytest.mark.parametrize("name", UNIONS)
 def test_tokens_are_those_of_plain_decoding(name: str) -> None:
     target = scripted(hashed(V), V)
@@ -289,6 +291,7 @@ def counted(shape: str, rule: Rule, lookahead: int | str, rows: int = 400) -> tu
     return engine, joint(found, 4)
 
 
+@pytest.mark.slow(but=["-Rejection()-2", "-Coupled()-2"])
 @pytest.mark.parametrize(
     ("shape", "rule", "lookahead"),
     [("", Rejection(), 2), ("", Rejection(), "auto"), ("", Coupled(), 2), ("rsd-s", Rejection(), 2)],

@@ -191,6 +191,7 @@ def test_slow_rounds_now_and_then_change_nothing() -> None:
     assert decoding.rows.count(64) > 0.9 * 600
 
 
+@pytest.mark.slow
 def test_a_long_disturbance_is_forgotten() -> None:
     """300 rounds of three times the cost, all at the largest size: fewer rows may run then, and all later."""
     decoding = Decoding(AutoBatchSize(), lambda rows: 1 + rows / 100)
@@ -287,6 +288,7 @@ def test_the_engine_learns_from_its_rounds_alone() -> None:
     assert timed.engine.batch_size.costs.at(64) == 1.0
 
 
+@pytest.mark.slow(but=["0"])
 @pytest.mark.parametrize("k", [0, 2])
 def test_ids_do_not_depend_on_who_runs_when(k: int) -> None:
     """Costs without any order, so that rows join and wait at random."""

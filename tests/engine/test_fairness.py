@@ -113,6 +113,7 @@ WAYS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.slow(but=["of_texts-True-kept"])
 @pytest.mark.parametrize(
     ("made", "sampled", "way"),
     [

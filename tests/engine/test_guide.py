@@ -138,6 +138,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }
 
 
+@pytest.mark.slow(but=["model-Rejection", "model-Coupled"])
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -190,6 +191,7 @@ def test_four_tokens_of_a_target_led_to_an_expert(rule: Rule) -> None:
 JOINING: list[dict[str, Any]] = [{"quantum": 4, "max_batch": 3}, {"prefix_sharing": "shared"}, {"chunk": 3}, {}]
 
 
+@pytest.mark.slow(but=["plain"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, options) for name in MADE for options in JOINING[: None if name == "model" else 2]],
@@ -558,6 +560,7 @@ def drafters() -> dict[str, Callable[[], Drafter | None]]:
     }
 
 
+@pytest.mark.slow(but=["suffix"])
 @pytest.mark.parametrize(
     "name", ["model", "suffix", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "trees"))]
 )

@@ -87,6 +87,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.slow(but=["lfm2-3"])
 @pytest.mark.parametrize(
     ("family", "k"),
     [("lfm2", 3), *((family, 3 * (i % 2)) for i, family in enumerate((*FAMILIES, *STEPWISE)))]
@@ -136,6 +137,7 @@ def test_nothing_is_kept_for_another_owner_or_after_a_change() -> None:
     assert restored(keeping) == 48
 
 
+@pytest.mark.slow(but=["lfm2"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "mamba", "jamba"])
 def test_memory_is_counted_and_bounded(family: str) -> None:
     """States beside keys: the rows that were not used for the longest time give way; nothing stays with slots."""

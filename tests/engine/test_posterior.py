@@ -132,6 +132,7 @@ DRAFTERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow(but=["model-Rejection"])
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -156,6 +157,7 @@ def test_four_tokens_have_the_joint_law(name: str, rule: Rule) -> None:
     assert engine.stats.guide_passes == 2 * engine.stats.rounds
 
 
+@pytest.mark.slow(but=["model"])
 @pytest.mark.parametrize("name", ["model", "trees"])
 def test_four_tokens_led_by_two_codes_have_the_joint_law(name: str) -> None:
     options: Any = {"guide": table_model(G), "expert": table_model(G)}
@@ -180,6 +182,7 @@ def led(made: Made, expert: bool = True, **options: Any) -> tuple[Engine, list[R
     return played(made, negative=True, posterior={0: 2.0, 2: 6.0, 3: 1.0}, **own, **options)
 
 
+@pytest.mark.slow(but=["model-options0"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [*(("model", options) for options in OPTIONS), *((name, OPTIONS[-1]) for name in MADE if name != "model")],

@@ -112,6 +112,7 @@ def under_way(drafter: str = "plain", new: int = 60, **options: Any) -> tuple[En
 # ── the same tokens in fewer passes ─────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["plain"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_are_those_of_rows_alone(drafter: str) -> None:
     """A greedy and a sampled prompt ride one after the other, beside rows that draft or do not."""
@@ -260,6 +261,7 @@ def test_passes_that_carry_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 # ── rows that leave on the way, and passes that fail ────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["cancelled0-plain"])
 @pytest.mark.parametrize(("cancelled", "drafter"), [([0], "plain"), ([0], "model"), ([0, 1], "model"), ([1], "model")])
 def test_the_row_is_cancelled_while_its_prompt_rides(cancelled: list[int], drafter: str) -> None:
     """Its sibling starts again; what is incomplete is never taken for a prompt."""

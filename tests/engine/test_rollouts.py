@@ -159,6 +159,7 @@ def _another_forward(hf: Any) -> None:
 CHANGES = [_sgd, _loaded_state, _merged, _adapted, _hooked, _another_forward]
 
 
+@pytest.mark.slow(but=["loaded_state"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_changed_weights_are_sampled_from(change: Callable[[Any], None]) -> None:
     """Packed weights and passes in one call follow, or step aside. The drafter does neither, which costs acceptance and no

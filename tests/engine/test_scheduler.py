@@ -466,6 +466,7 @@ def work(do: Callable[[], object]) -> int:
     return count + Watched.looks - before
 
 
+@pytest.mark.slow(but=["4"])
 @pytest.mark.parametrize("prefix_sharing", ["copied", "shared"])
 @pytest.mark.parametrize("deadline", [None, 1e9])
 @pytest.mark.parametrize("n", [1, 4])

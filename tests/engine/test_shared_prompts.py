@@ -293,6 +293,7 @@ def test_ids_are_those_of_copied_prompts(max_batch: int, temperature: float, spe
         assert 0 < shared.stats.accepted < shared.stats.drafted
 
 
+@pytest.mark.slow(but=["llama"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2-sliding", "gpt-bigcode-mqa", "gpt-oss", "gemma2"])
 def test_ids_of_a_real_pair(architecture: str) -> None:
     target = loading.wrap(tiny_model(architecture), architecture)

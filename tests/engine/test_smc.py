@@ -159,6 +159,7 @@ def test_errors_fall_as_rows_are_added() -> None:
     assert distance(36) < distance(4) / 2  # a third by the square root
 
 
+@pytest.mark.slow
 def test_a_copy_goes_on_as_its_source_would(often: None) -> None:
     """Its tokens have the probabilities that the script gives them, so that cache, states and reports are its source's."""
     _, groups = ran(Masked(), 1, Rejection(), penalty=0.7)
@@ -329,6 +330,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.slow(but=["suffix"])
 @pytest.mark.parametrize(
     "draft",
     ["model", "suffix", "suffix:scope=engine", "recycling", "trigrams", "self:exit=1", "medusa", "eagle3", "suffix+model"],

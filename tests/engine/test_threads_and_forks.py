@@ -53,6 +53,7 @@ def in_threads(work: Callable[[int], None]) -> None:
     assert not errors, errors
 
 
+@pytest.mark.slow(but=["kernels"])
 @pytest.mark.parametrize(
     "options", [{}, {"compile": "off"}, {"prefix_memory": 2**22}], ids=["kernels", "modules", "prefixes"]
 )
@@ -87,6 +88,7 @@ def test_a_stream_may_be_left_and_closed_by_another_thread() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_stream_that_another_thread_closes_while_a_round_runs() -> None:
     """The round is finished, and no row is computed after it; a row may have come to its own end before."""
     shoal, ended, options = pair(), [], OPTIONS | {"max_new_tokens": 100}
@@ -170,6 +172,7 @@ FORKED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_child_of_a_process_that_computed_goes_on() -> None:
     """By kernels and by modules. Threads of OpenMP, llguidance and ours end with a fork; a child that waited for them would wait

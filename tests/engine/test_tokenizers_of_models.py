@@ -68,6 +68,7 @@ def only(kind: str, prompt: Any, ids: tuple[int, ...], **options: Any) -> Sample
     return found
 
 
+@pytest.mark.slow(but=["gemma"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_is_what_the_new_tokens_add_to_the_prompt(kind: str) -> None:
     """Also its first space, behind prompts whose last tokens are bytes, blanks or special tokens."""

@@ -542,6 +542,7 @@ def test_a_tokenizer_without_the_tokens_is_refused_once(
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
+@pytest.mark.slow(but=["humaneval"])
 @pytest.mark.parametrize(
     ("name", "begins", "ends"),
     [
@@ -577,6 +578,7 @@ def test_chats_and_middles_from_end_to_end(
     assert asked[0].endswith(ends)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(900)
 def test_generated_problems_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The bundled pair and the real sandbox."""
@@ -592,6 +594,7 @@ def test_generated_problems_from_end_to_end(capsys: pytest.CaptureFixture[str], 
     assert all(one["rounds"] < one["committed"] for one in stats)
 
 
+@pytest.mark.slow
 def test_given_solutions_are_executed_without_a_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.slow(but=["a comment and a helper"])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_function_needs_stays(box: Sandbox, name: str) -> None:
     asked = problem("python", PYTHON, "_candidate = f\nassert _candidate(4) == 8\n")
@@ -105,6 +106,7 @@ def test_what_a_function_needs_stays(box: Sandbox, name: str) -> None:
     assert execute(asked, KEPT[name], box).passed
 
 
+@pytest.mark.slow(but=["an example"])
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_uses_a_function_goes(box: Sandbox, name: str) -> None:
     asked = problem("python", PYTHON, "_candidate = f\nassert _candidate(4) == 8\n")
@@ -125,6 +127,7 @@ ELSEWHERE = {one.pop("language"): one for one in json.loads(PLACE.read_text("utf
 PROGRAMS = {"javascript": "node", "cpp": "g++"}
 
 
+@pytest.mark.slow(but=["javascript"])
 @pytest.mark.parametrize("language", ELSEWHERE)
 def test_helpers_stay_in_other_languages(language: str, box: Sandbox) -> None:
     prompt, kept, left_out, tests = ELSEWHERE[language].values()

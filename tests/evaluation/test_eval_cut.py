@@ -125,6 +125,7 @@ def test_what_is_counted() -> None:
     assert (space["kind"], space["cuts"], space["samples"]) == ("space", 1, 1)
 
 
+@pytest.mark.slow
 def test_the_command_tells_what_alignment_is_worth(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["eval", "functions", "--cut", "word", "--limit", "3", "-n", "2", "--temperature", "0", "--max-new-tokens", "64"]
     assert cli.run([*asked, "--sandbox", "limits", "--json"]) == 0

@@ -90,6 +90,7 @@ def shoal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, 
     return code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_samples_are_written_after_a_run_and_from_a_finished_one(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ while sys.stdin.readline():
 """For each line that it reads, a copy of one process writes until it is killed."""
 
 
+@pytest.mark.slow
 def test_what_was_reported_done_survives_kill_9(tmp_path: Path) -> None:
     file, reported = tmp_path / "a.jsonl", 0
     command = [sys.executable, "-c", KILLED, str(file)]

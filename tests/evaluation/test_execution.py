@@ -100,6 +100,7 @@ SWALLOWING += [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(but=["typescript"])
 @pytest.mark.parametrize(("language", "wrong"), SWALLOWING)
 def test_no_completion_swallows_its_tests(box: Sandbox, language: str, wrong: str) -> None:
     """A statement that it begins, or text that it makes of the rest, ends before the tests."""
@@ -211,6 +212,7 @@ REPLACING = [
 """Languages, wrong completions that replace what the tests compare with, and tests."""
 
 
+@pytest.mark.slow(but=["javascript"])
 @pytest.mark.parametrize(("language", "cheat", "tests"), REPLACING)
 def test_no_completion_replaces_what_its_tests_use(box: Sandbox, language: str, cheat: str, tests: str) -> None:
     prompt, right, _ = ADD[language]
@@ -305,6 +307,7 @@ MAINS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow(but=["print(add(int(input()), 2))"])
 @pytest.mark.parametrize("main", MAINS)
 def test_the_main_of_a_solution_does_not_run(box: Sandbox, main: str) -> None:
     prompt, right, _ = ADD["python"]
@@ -331,6 +334,7 @@ def require_here(problems: list[Problem], box: Sandbox) -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow(but=["bubblewrap-typescript", "limits-javascript"])
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_results_of_a_language(each_box: Sandbox, language: str) -> None:
     prompt, right, tests = ADD[language]
@@ -417,6 +421,7 @@ def test_an_interpreter_is_taken_when_it_runs_a_program(
             find_toolchain("noise", other)
 
 
+@pytest.mark.slow(but=["return a + b"])
 @pytest.mark.parametrize(
     ("body", "outcome", "detail"),
     [
@@ -496,6 +501,7 @@ def test_results_come_in_order_and_are_counted(box: Sandbox) -> None:
     assert pass_counts(problems, pairs, results) == counted
 
 
+@pytest.mark.slow(but=["KeyboardInterrupt"])
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, GeneratorExit])
 def test_an_interruption_stops_what_runs(monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]) -> None:
     prompt, _, tests = ADD["python"]
@@ -548,6 +554,7 @@ SETS = {
 }
 
 
+@pytest.mark.slow(but=["mbxp/mbjsp_release_v1.2.jsonl.gz"])
 @pytest.mark.skipif(not DATA.exists(), reason="the published sets are not here")
 @pytest.mark.parametrize("name", SETS)
 def test_canonical_solutions_of_published_sets_pass(box: Sandbox, name: str) -> None:

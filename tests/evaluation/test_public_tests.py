@@ -168,6 +168,7 @@ def arguments(data: Path, tiny: Models, *more: object) -> list[object]:
     return ["eval", "humaneval", "--data", data, "--methods", "planned", *models, *options, *more]
 
 
+@pytest.mark.slow
 def test_the_command_plans_filters_judges_and_goes_on(
     shoal: Command, data: Path, tiny: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

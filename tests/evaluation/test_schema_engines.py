@@ -85,6 +85,7 @@ def test_figures_by_hand() -> None:
     assert (figures["ms to first token"], figures["ms per token"]) == (100, pytest.approx(100))
 
 
+@pytest.mark.slow(but=["shoal"])
 @pytest.mark.skipif(not present("llguidance"), reason="needs llguidance")
 @pytest.mark.parametrize("name", ["shoal", "llguidance"])
 def test_samples_of_a_process_are_judged(name: str) -> None:
@@ -95,6 +96,7 @@ def test_samples_of_a_process_are_judged(name: str) -> None:
     assert all(1 < one["tokens"] < 24 for one in lines[::2])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not present("llguidance"), reason="needs llguidance")
 def test_an_engine_that_takes_too_long_is_ended_and_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []

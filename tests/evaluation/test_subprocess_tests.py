@@ -112,6 +112,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.slow(but=["a number that equals everything"])
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_cheat_does_not_pass(box: Sandbox, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
@@ -251,6 +252,7 @@ HONEST = {
 }
 
 
+@pytest.mark.slow(but=["arguments that are changed"])
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_program_passes_apart(box: Sandbox, name: str) -> None:
     body, tests = HONEST[name]
@@ -306,6 +308,7 @@ def test_objects_of_classes_that_the_prompt_defines_reach_the_tests(box: Sandbox
         assert (result.outcome, result.in_subprocess) == (outcome, True), result.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "said"), [
     ("    class Any:\n        def __eq__(self, other): return True\n    return Any()", "AssertionError"),
     ("    return Any()\nclass Any:\n    def __eq__(self, other): return True", "AssertionError"),
@@ -375,6 +378,7 @@ def test_arguments_get_objects_of_the_completions_own_classes(box: Sandbox) -> N
     assert execute(asked, body, box).passed
 
 
+@pytest.mark.slow
 def test_values_that_cannot_travel_share_a_process_for_the_problems_sake_only(box: Sandbox) -> None:
     within = "    class Pair:\n        def a(self): return 1\n    return Pair()"
     returned = problem("def check(candidate):\n    assert candidate(1).a() == 1", canonical=within)
@@ -503,6 +507,7 @@ def test_values_and_arrays_arrive_in_their_order() -> None:
             encode(refused)
 
 
+@pytest.mark.slow
 def test_depth_is_no_matter_and_what_is_shared_stays_shared() -> None:
     deep: Any = []
     for _ in range(100_000):

@@ -104,6 +104,7 @@ def test_a_pair_that_was_prepared_captures_nothing_in_its_calls() -> None:
     assert pair(None).prepare(6, 24) == 0
 
 
+@pytest.mark.slow
 def test_what_a_cache_outgrew_is_built_again_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AHEAD", "MOST"):
         monkeypatch.setattr(captured_kinds, name, 200)
@@ -135,6 +136,7 @@ def test_settings_that_were_used_are_built_again_first() -> None:
     assert {kind.style.cut[0] for kind in target.generation(made.target.cache).rounds} == {5}  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow(but=["AHEAD-3"])
 @pytest.mark.parametrize(("name", "limit"), [("AHEAD", 3), ("AHEAD_BYTES", 40_000)])
 def test_few_functions_and_few_bytes(name: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = functions(prepared(Fixed(K)))

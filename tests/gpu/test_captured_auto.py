@@ -117,6 +117,7 @@ def launched(made: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[i
     return rounds
 
 
+@pytest.mark.slow
 def test_rounds_of_a_plan_are_launched_ahead(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their lengths are those of the round before, for the rows that are left; every other one asks the controller."""
     monkeypatch.setitem(EXECUTORS, "graphed", Recorder.on(device))
@@ -135,6 +136,7 @@ def test_rounds_of_a_plan_are_launched_ahead(device: Pretend, monkeypatch: pytes
     assert ran(made) == made.stats.rounds + made._stages.captured.launched_ahead["dropped"]
 
 
+@pytest.mark.slow
 def test_tokens_follow_the_target_whatever_is_launched_ahead(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy rows: the ids of plain decoding."""
     monkeypatch.setitem(EXECUTORS, "graphed", Recorder.on(device))

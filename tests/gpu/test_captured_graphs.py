@@ -133,6 +133,7 @@ def seen_by(cuda: Cuda) -> tuple[list[tuple[str, int | None]], Callable[[], None
     return log, lambda: log.append(cuda.matmul())
 
 
+@pytest.mark.slow
 def test_the_graphs_of_a_generation_share_a_pool_and_the_next_has_its_own(cuda: Cuda) -> None:
     log, run = seen_by(cuda)
     first = Graphs(DEVICE)
@@ -145,6 +146,7 @@ def test_the_graphs_of_a_generation_share_a_pool_and_the_next_has_its_own(cuda: 
     assert (cuda.pools, log[-1]) == (2, ("own", 2))
 
 
+@pytest.mark.slow
 def test_graphs_after_the_last_one_of_a_pool_get_another(cuda: Cuda) -> None:
     """A drafter's cache that comes or goes ends all rounds over the target's cache, which stays as it is."""
     log, run = seen_by(cuda)
@@ -157,6 +159,7 @@ def test_graphs_after_the_last_one_of_a_pool_get_another(cuda: Cuda) -> None:
     del graphs
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("call", range(compiled.WARM_UPS + 1))
 def test_a_last_graph_that_ends_during_a_capture_leaves_no_pool_without_users(cuda: Cuda, call: int) -> None:
     """It may become garbage in the warm-up of the next, which then has a pool of its own, or within its capture."""

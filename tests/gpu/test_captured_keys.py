@@ -103,6 +103,7 @@ def one_after_the_other(change: str) -> tuple[Captures, list[list[int]]]:
     return static, found
 
 
+@pytest.mark.slow(but=["k"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_rounds_of_other_settings_are_other_functions(change: str) -> None:
     static, found = one_after_the_other(change)
@@ -112,6 +113,7 @@ def test_rounds_of_other_settings_are_other_functions(change: str) -> None:
     assert len(values) > 1
 
 
+@pytest.mark.slow(but=["k"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_key_without_a_setting_is_noticed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the round of the first run serves the second, too."""

@@ -52,6 +52,7 @@ SETTINGS: dict[str, list[Sampling]] = {
 }
 
 
+@pytest.mark.slow(but=["0-rejection-several"])
 @pytest.mark.parametrize(
     ("k", "rule", "settings"),
     [
@@ -96,6 +97,7 @@ def captured_in(k: int, rule: str, device: Pretend, settings: str) -> int:
     return captured
 
 
+@pytest.mark.slow(but=["coupled-several"])
 @pytest.mark.parametrize(("rule", "settings"), [("coupled", "several"), ("rejection", "top_p")])
 def test_what_crosses_in_a_captured_round(rule: str, settings: str, device: Pretend) -> None:
     assert captured_in(K, rule, device, settings) > 0
@@ -110,6 +112,7 @@ tests/gpu/layer_models_cases.py; blocks of several columns have masks of two), a
 layers, of target and drafter, the inputs of the next round included."""
 
 
+@pytest.mark.slow(but=["(0, 'rejection', 'sampled')"])
 @pytest.mark.parametrize(("case", "budget"), LAUNCHES.items(), ids=str)
 def test_launches_of_a_captured_round(
     case: tuple[int, str, str], budget: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -137,6 +140,7 @@ STAGES: dict[tuple[int, str, str], tuple[int, int]] = {
 """By draft length, rule and settings: the most copies from the host to the device, and how often the host waits at most."""
 
 
+@pytest.mark.slow(but=["(0, 'rejection', 'sampled')"])
 @pytest.mark.parametrize(("case", "budget"), STAGES.items(), ids=str)
 def test_what_crosses_in_a_round_by_stages(
     case: tuple[int, str, str], budget: tuple[int, int], device: Pretend, monkeypatch: pytest.MonkeyPatch
@@ -243,6 +247,7 @@ def test_a_device_that_is_lost_in_the_checks_of_a_load_is_no_fault_of_the_model(
             assert not made.shares
 
 
+@pytest.mark.slow(but=["llama"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rounds_of_every_architecture_stay_on_the_device(architecture: str, device: Pretend) -> None:
     """Those of experts in float32 are captured nowhere, and are known by their config."""

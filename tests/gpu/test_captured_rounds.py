@@ -87,6 +87,7 @@ SETTINGS: dict[str, list[Sampling]] = {
 }
 
 
+@pytest.mark.slow(but=["Fixed-greedy-Rejection", "Fixed-sampled-Coupled"])
 @by_pairs({"lookahead": [Fixed(1), Fixed(K), Ragged], "settings": SETTINGS, "rule": RULES})
 def test_tokens_and_counts_are_those_of_the_stages(
     rule: Rule, settings: str, lookahead: Any, monkeypatch: pytest.MonkeyPatch, stages: Callable[[], None]
@@ -162,6 +163,7 @@ def test_few_rounds_are_captured_for_a_batch_that_ends_row_by_row(monkeypatch: p
     assert sum(target.ran[kind] for kind in kinds) == made.stats.rounds > 4 * len(kinds)
 
 
+@pytest.mark.slow(but=["1"])
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_draft_length_that_stays_is_captured_even_where_a_longer_one_is(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
@@ -181,6 +183,7 @@ def test_a_draft_length_that_stays_is_captured_even_where_a_longer_one_is(k: int
 # ── what is left to the stages ──────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["{'repetition_penalty': 1.3}"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -227,6 +230,7 @@ def flat(k: int, rule: Rule, samplings: Sequence[Sampling]) -> tuple[Engine, lis
     return made, rows_of(made, samplings)
 
 
+@pytest.mark.slow(but=["{'top_p': 0.9}-0-Rejection()", "{'top_k': 150}-4-Coupled()"])
 @pytest.mark.parametrize(("k", "rule"), [(0, Rejection()), (K, Rejection()), (K, Coupled())], ids=str)
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 150}, {"typical_p": 0.9}], ids=str)
 def test_rounds_look_at_more_candidates_where_there_are_too_few(

@@ -308,6 +308,7 @@ def test_a_cache_that_grows_lets_go_of_its_tensors(monkeypatch: pytest.MonkeyPat
     assert [ref() is None for ref in old] == [True] * len(old)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_graphs")
 def test_two_engines_in_threads_on_one_pair() -> None:
     """Each has rounds, pools and results of its own; the model itself computes one pass at a time."""
@@ -444,6 +445,7 @@ def test_kinds_that_failed_are_not_tried_again_and_several_end_all(monkeypatch: 
     assert described(made.target)["passes"] == "modules (no captured rounds: ValueError: a host read)"
 
 
+@pytest.mark.slow(but=["error0"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory("none left"), MemoryError()])
 def test_where_memory_was_short_rounds_are_captured_again_later(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captures, "PATIENCE", 5)
@@ -498,6 +500,7 @@ def test_another_capture_of_a_failed_kind_is_noticed(monkeypatch: pytest.MonkeyP
     assert len(told) > 1
 
 
+@pytest.mark.slow(but=["target"])
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_replaced_weights_end_captured_rounds(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay reads the tensors that it was captured with, and never runs Python that could look."""

@@ -110,6 +110,7 @@ def failures_of(
     return made.target.captures.failures
 
 
+@pytest.mark.slow(but=["torch.float32-None-0"])
 @pytest.mark.parametrize("k", [0, K])
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

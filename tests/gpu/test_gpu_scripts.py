@@ -500,6 +500,7 @@ def test_kernels_that_were_only_stopped_are_verified_in_part(script: Any) -> Non
     assert words("passed", some) == ("passed", "met", "met", "next")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["run"], indirect=True)
 def test_cases_are_counted_where_their_stage_is_stopped(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -70,6 +70,7 @@ def failures(made: Engine) -> list[str]:
     return [one for runner in runners_of(made) if runner.captures is not None for one in runner.captures.failures]
 
 
+@pytest.mark.slow(but=["0-rejection-samplings0"])
 @pytest.mark.parametrize(("k", "rule", "samplings"), CASES)
 def test_samples_and_counts_are_those_of_rounds_one_by_one(
     k: int, rule: str, samplings: Sequence[Sampling], device: Pretend, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +99,7 @@ def ending(device: Pretend, k: int, waiting: int) -> Engine:
     return made
 
 
+@pytest.mark.slow(but=["0-0"])
 @pytest.mark.parametrize("waiting", [0, 5])
 @pytest.mark.parametrize("k", [0, K])
 def test_rows_that_end_leave_the_others_as_they_are(
@@ -114,6 +116,7 @@ def test_rows_that_end_leave_the_others_as_they_are(
     assert ahead(made)["used"] > 3
 
 
+@pytest.mark.slow
 def test_a_row_joins_after_the_round_that_was_launched(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     def joined() -> tuple[Engine, list[tuple[int, ...]]]:
         made, found = engine(K, "rejection", device, SAMPLED[:2], new=NEW), []
@@ -132,6 +135,7 @@ def test_a_row_joins_after_the_round_that_was_launched(device: Pretend, monkeypa
     assert ahead(made)["used"] > 3
 
 
+@pytest.mark.slow
 def test_a_cancelled_row_does_not_end_the_round_of_the_others(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     def cut() -> tuple[Engine, list[tuple[int, ...]]]:
         made = engine(K, "rejection", device, SAMPLED, new=NEW)
@@ -160,6 +164,7 @@ def test_a_cache_that_changes_its_size_drops_the_round(device: Pretend) -> None:
     assert ahead(made)["dropped"] == 1
 
 
+@pytest.mark.slow(but=["0"])
 @pytest.mark.parametrize("k", [0, K])
 def test_a_round_without_a_verdict_is_left_to_its_stages_also_where_a_row_has_left(
     k: int, device: Pretend, monkeypatch: pytest.MonkeyPatch
@@ -241,6 +246,7 @@ def test_bits_of_first_inputs_are_compared(device: Pretend, monkeypatch: pytest.
             assert samples(made) == expected
 
 
+@pytest.mark.slow
 def test_inputs_are_those_that_the_host_would_fill_in(device: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, padding included; with rows at different lengths, some of which accept all drafts."""
     begun = CapturedRounds._launch

@@ -132,6 +132,7 @@ EARLY = {
 }
 
 
+@pytest.mark.slow(but=["uploads-True"])
 @pytest.mark.parametrize(("fault", "late"), [*((fault, True) for fault in EARLY), ("uploads", False), ("downloads", False)])
 def test_rounds_that_do_not_wait_for_their_copies_are_noticed(
     fault: str, late: bool, device: Pretend, monkeypatch: pytest.MonkeyPatch

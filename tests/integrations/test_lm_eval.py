@@ -222,6 +222,7 @@ doc_to_target: "{{answer}}"
 """
 
 
+@pytest.mark.slow
 def test_a_task_runs_by_the_command_line(ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from shoal.integrations import lm_eval as module
 

@@ -83,6 +83,7 @@ def policy() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(bundled("target"), dtype=torch.float32)
 
 
+@pytest.mark.slow
 def test_the_policy_itself_makes_the_rollouts_of_every_step(tokenizer: Any, tmp_path: Path) -> None:
     """Drafts change no token, and what is reported is what the policy computes after each change of its weights."""
     runs = []
@@ -98,6 +99,7 @@ def test_the_policy_itself_makes_the_rollouts_of_every_step(tokenizer: Any, tmp_
     assert runs[0].ids == runs[1].ids
 
 
+@pytest.mark.slow
 @pytest.mark.limit(900)
 def test_the_blocks_of_the_page_on_training_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -107,6 +109,7 @@ def test_the_blocks_of_the_page_on_training_run(tmp_path: Path, monkeypatch: pyt
     assert names["trainer"].state.global_step == STEPS
 
 
+@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("follows", [True, False])
 def test_another_model_takes_the_policys_weights_merged_with_adapters(
     follows: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +169,7 @@ PROCESSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(but=["{}"])
 @pytest.mark.parametrize("options", PROCESSED, ids=str)
 @torch.no_grad()
 def test_the_ratio_of_the_loss_is_one_whatever_is_truncated(options: dict[str, Any], tokenizer: Any) -> None:
@@ -200,6 +204,7 @@ def test_a_draft_model_is_realigned_in_training_alone(tokenizer: Any) -> None:
     assert moved == [False, True]
 
 
+@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_rollouts_of_later_epochs_draft_by_those_before(
     kept: bool, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -330,6 +335,7 @@ def p_values(field: Field) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_rollouts_are_drawn_from_the_changed_policy_each_by_numbers_of_its_own(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

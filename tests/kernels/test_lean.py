@@ -401,6 +401,7 @@ def test_a_token_may_diverge_more_than_the_others_but_a_block_not_by_much() -> N
 # ── long texts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["llama"])
 @pytest.mark.parametrize(
     ("architecture", "options"),
     [

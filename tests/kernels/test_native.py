@@ -447,6 +447,7 @@ def exponentials(probe: ctypes.CDLL, x: Tensor) -> Tensor:
     return out[: len(x)]
 
 
+@pytest.mark.slow
 def test_the_exponential_is_right_to_two_units_in_the_last_place(probe: ctypes.CDLL) -> None:
     """Between -87 and 0; from there on to the smallest float it is 0, and of NaN and -infinity what it should be."""
     x = torch.cat([torch.linspace(-87, 0, 1_000_001), -torch.logspace(-30, 1, 10_001), torch.tensor([-87.0, -0.0, 0.0])])

@@ -118,6 +118,7 @@ def test_other_sources_or_another_compiler_are_another_library(calls: Calls, mon
     assert (calls.compiled, len(calls.kept)) == (3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs x86-64")
 def test_kernels_for_other_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(tmp_path, monkeypatch)

@@ -95,6 +95,7 @@ def ids_of(result: Any) -> list[list[int]]:
     return [list(sample.token_ids) for output in result for sample in output.samples]
 
 
+@pytest.mark.slow(but=["bfloat16"])
 @needs_compiler
 def test_greedy_ids_are_those_of_a_cache_that_rounds(both: tuple[Shoal, Any]) -> None:
     """300 tokens of three unequal prompts, plain and with drafts; in bfloat16 but for near ties, as the products differ."""
@@ -139,6 +140,7 @@ def test_logits_are_those_of_a_cache_that_rounds(both: tuple[Shoal, Any]) -> Non
         assert differences.float().mean() < 0.5
 
 
+@pytest.mark.slow(but=["bfloat16-3"])
 @needs_compiler
 @pytest.mark.parametrize("seed", [3, 5])
 def test_a_seed_has_its_tokens_in_any_company(both: tuple[Shoal, Any], seed: int) -> None:

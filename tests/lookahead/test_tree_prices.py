@@ -81,6 +81,7 @@ def test_trees_that_do_not_pay_are_left(monkeypatch: pytest.MonkeyPatch) -> None
     assert time < 1.02
 
 
+@pytest.mark.slow
 def test_trees_that_pay_are_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clocks.COLUMN", 0.002)
     drafted, time = drafted_share(12)

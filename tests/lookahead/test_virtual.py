@@ -149,6 +149,7 @@ def test_auto_is_never_slower_than_plain_decoding(batch: int, step: float, accep
     assert spent["off"] / spent["auto"] > 0.985 if acceptance > 0.5 else spent["off"] / spent["auto"] >= 0.99
 
 
+@pytest.mark.slow(but=["1"])
 @pytest.mark.usefixtures("free_thinking")
 @pytest.mark.parametrize("batch", [1, 8, 32])
 def test_auto_loses_little_against_the_best_fixed_length(batch: int) -> None:

@@ -159,6 +159,7 @@ def test_self_check_passes(architecture: str) -> None:
     assert runner.takes_trees is (architecture in ARCHITECTURES.keys() - {"mpt"})
 
 
+@pytest.mark.slow(but=["bamba"])
 def test_greedy_ids_are_those_of_generate(architecture: str, rounds: list[ScheduledRound]) -> None:
     hf, expected = tiny_model(architecture), expected_ids(architecture)
     assert len(set(expected[1])) > 4  # it wanders: equality says something
@@ -342,6 +343,7 @@ def test_every_refused_architecture_has_a_reason() -> None:
     assert REASONS.keys() == REFUSED.keys()
 
 
+@pytest.mark.slow(but=["bloom"])
 @pytest.mark.parametrize("name", sorted(REASONS.keys() - REASONS_AFTER_A_PASS.keys()))
 def test_refused_before_any_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hf = tiny_model(name)

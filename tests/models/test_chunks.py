@@ -100,6 +100,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
 }
 
 
+@pytest.mark.slow(but=["tree"])
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_ids_past_many_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of unequal lengths, whose drafts lie on both sides of a border."""

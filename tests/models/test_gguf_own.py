@@ -219,6 +219,7 @@ def test_layers_of_one_format_have_the_panels_of_one_matrix(form: int, outputs: 
     assert torch.equal(matrix.dense(), torch.cat([each.dense() for each in groups]))
 
 
+@pytest.mark.slow(but=["llama-Q8_0"])
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
@@ -242,6 +243,7 @@ def test_ids_are_those_of_the_unpacked_model(family: str, kind: str, tmp_path: P
         assert model.generate(PROMPTS[0], 1, max_new_tokens=4).stats.committed > 0  # the file's end of text is known
 
 
+@pytest.mark.slow(but=["llama-linear"])
 @pytest.mark.parametrize(("family", "rotary"), [
     ("llama", "linear"), ("llama", "yarn"), ("llama", "llama3"), ("qwen2", "yarn"), ("qwen3", "yarn"), ("qwen3", "linear"),
 ])  # fmt: skip
@@ -267,6 +269,7 @@ def test_scaled_rotary_positions_are_those_of_transformers(family: str, rotary: 
     assert [list(sample.token_ids) for sample in found[0].samples] == [right_ids] * 2
 
 
+@pytest.mark.slow(but=["written0-None"])
 @pytest.mark.parametrize(
     ("written", "reason"),
     [

@@ -58,6 +58,7 @@ def texts(result: Any) -> list[list[list[int]]]:
     return [[list(sample.token_ids) for sample in output.samples] for output in result]
 
 
+@pytest.mark.slow(but=["mamba"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_ids_are_those_of_transformers(family: str, file: Callable[..., Path]) -> None:
     """Plainly, and with drafts of a model near the target: both go back from rejected drafts, and siblings come later."""
@@ -73,6 +74,7 @@ def test_greedy_ids_are_those_of_transformers(family: str, file: Callable[..., P
         assert set(drafted.stats.executors[role]) == {"llama.cpp"}
 
 
+@pytest.mark.slow(but=["jamba"])
 @pytest.mark.parametrize("family", ["jamba", "lfm2"])
 def test_a_copy_in_4_bits_drafts(family: str, file: Callable[..., Path]) -> None:
     stock = tiny_state_model(family)
@@ -199,6 +201,7 @@ class HalfRight(Drafter):
         return DraftTree.of(drafts, device=inputs.uniforms.device)
 
 
+@pytest.mark.slow(but=["mamba"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_round_copies_no_state_to_the_host(
     family: str, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -357,6 +360,7 @@ READ_BASE = StateSequences._read_base
 SABOTAGES = (rejected_ones, padding, of_another_row, one_too_many, nothing_read)
 
 
+@pytest.mark.slow(but=["jamba-nothing_read"])
 @pytest.mark.parametrize("sabotage", SABOTAGES)
 @pytest.mark.parametrize("family", ["jamba", "mamba2"])
 def test_a_wrong_state_is_seen(
@@ -395,6 +399,7 @@ def test_snapshots_of_another_token_are_seen(
     assert (seen != [[greedy(stock, prompt, 24)] * 2 for prompt in PROMPTS]) == (fault is not None)
 
 
+@pytest.mark.slow(but=["None"])
 @pytest.mark.parametrize("fault", [None, padding])
 def test_the_law_of_two_tokens(
     fault: Callable[..., Base] | None, file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch

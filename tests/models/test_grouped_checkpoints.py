@@ -76,6 +76,7 @@ def dense(layer: GroupLinear) -> Tensor:
     return layer.matrix.dense()[layer.start : layer.start + layer.out_features]
 
 
+@pytest.mark.slow(but=["compressed-tensors-pack-quantized-8-32-symmetric-float16"])
 @IN_ALL
 def test_weights_ids_and_perplexity_are_those_of_the_unpacked_model(layout: Layout, tmp_path: Path) -> None:
     stock = write_grouped(tmp_path, model_of("qwen2" if layout.bits == 4 else "llama"), layout)

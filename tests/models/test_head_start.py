@@ -122,6 +122,7 @@ def test_the_files_of_a_name(saved_pair: tuple[Path, Path], tmp_path: Path, monk
     assert weight_files("somebody/something", local_files_only=True) == [place / "model.safetensors"]
 
 
+@pytest.mark.slow
 def test_generate_reads_weights_before_it_imports_the_classes(saved_pair: tuple[Path, Path]) -> None:
     ended = subprocess.run([sys.executable, "-c", GENERATE, str(saved_pair[0])], capture_output=True, text=True)
     code, seen, modules = json.loads(ended.stdout.splitlines()[-1])

@@ -59,6 +59,7 @@ def seen(code: str, before: str = "", **variables: str) -> object:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_model_import_what_they_did() -> None:
     code = "seen = ['torch.distributed.tensor' in sys.modules, isinstance(sys.modules['torch._dynamo'], StandIn)]"
     assert seen(code, WORLD_SIZE="2") == [True, False]
@@ -199,6 +200,7 @@ logits = LlamaForCausalLM(config)(torch.tensor([[1, 2]])).logits
 """
 
 
+@pytest.mark.slow
 def test_a_torch_whose_part_needs_more_keeps_its_compiler() -> None:
     """Another release of torch may fail in another way than by an ImportError where the part comes without the rest."""
     failing = FAILING.format(name="torch._dynamo._trace_wrapped_higher_order_op", error="RuntimeError('needs more')")
@@ -215,6 +217,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow(but=["transformers.modeling_flash_attention_utils-True"])
 @pytest.mark.parametrize(
     ("name", "needed"),
     [
@@ -228,6 +231,7 @@ def test_an_import_that_fails_leaves_true_answers_and_can_be_repeated(name: str,
     assert seen(code, before=failing + FIRST) == [needed, True]
 
 
+@pytest.mark.slow
 def test_transformers_of_another_release_may_lack_a_question() -> None:
     before = "head_start.QUESTIONS += ('is_absent_available',)\n"
     assert seen(CLASSES + "seen = list(logits.shape)", before=before) == [1, 2, 8]
@@ -265,6 +269,7 @@ seen = [before, after, type(read).__name__, torch.allclose(read(tokens).logits, 
 """
 
 
+@pytest.mark.slow
 def test_classes_are_imported_without_the_compiler_which_is_there_for_who_asks(tmp_path: Path) -> None:
     """And for code of a model's repository."""
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)

@@ -139,6 +139,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(but=["generate"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_json_says_it(
     command: str,

@@ -208,6 +208,7 @@ DRAFTERS: dict[str, Callable[[str], Drafter | Runner | None]] = {
 }
 
 
+@pytest.mark.slow(but=["lfm2-none"])
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("family", EVERY)
 def test_every_drafter_leaves_the_greedy_ids(family: str, kind: str) -> None:
@@ -219,6 +220,7 @@ def test_every_drafter_leaves_the_greedy_ids(family: str, kind: str) -> None:
         assert made.stats.accepted < made.stats.drafted
 
 
+@pytest.mark.slow(but=["lfm2"])
 @pytest.mark.parametrize("family", EVERY)
 def test_a_drafter_with_states_leaves_the_ids_of_a_target_without(family: str) -> None:
     plain = wrap(tiny_model("llama"), "llama")
@@ -227,6 +229,7 @@ def test_a_drafter_with_states_leaves_the_ids_of_a_target_without(family: str) -
     assert drafted == run(Engine(plain, None, Fixed(0), max_batch=3), n=2)
 
 
+@pytest.mark.slow(but=["lfm2-Rejection", "recurrent-gemma-Coupled"])
 @pytest.mark.parametrize("rule", [Coupled, Rejection])
 @pytest.mark.parametrize("family", EVERY)
 def test_sampled_tokens_of_a_seed_are_those_of_plain_decoding(family: str, rule: type[Rule]) -> None:
@@ -238,6 +241,7 @@ def test_sampled_tokens_of_a_seed_are_those_of_plain_decoding(family: str, rule:
     assert (draft is None) == (not made.stats.drafted)
 
 
+@pytest.mark.slow(but=["lfm2"])
 @pytest.mark.parametrize("family", EVERY)
 def test_a_text_longer_than_the_usual_context(family: str) -> None:
     hf = tiny_model(family, max_position_embeddings=512)
@@ -368,6 +372,7 @@ def sabotage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return lambda: break_states(monkeypatch, request.param)
 
 
+@pytest.mark.slow(but=["a rejected draft stays-bamba"])
 @pytest.mark.parametrize("family", sorted(RECURRENT))
 def test_a_wrong_state_is_seen(family: str, sabotage: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(family, half_right(family), max_batch=4)
@@ -412,6 +417,7 @@ def test_states_in_modules_stay_their_owners() -> None:
 # ── the law ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["lfm2-None"])
 @pytest.mark.parametrize(
     ("family", "fault"),
     [("qwen3-next", "a rejected draft stays"), *((family, None) for family in FAMILIES)]
@@ -668,6 +674,7 @@ class Branches(Says):
     max_nodes = 4
 
 
+@pytest.mark.slow(but=["lfm2"])
 @pytest.mark.parametrize("family", sorted(RECURRENT))
 def test_what_is_refused_says_why(family: str) -> None:
     runner = target(family)

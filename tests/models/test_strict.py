@@ -190,6 +190,7 @@ def decode(
     return engine, {i: tuple(row.tokens[row.prompt_length :]) for i, row in submitted.items()}
 
 
+@pytest.mark.slow(but=["dtype1"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_greedy_ids_are_plain_ids_at_any_draft_length_and_batch(dtype: torch.dtype) -> None:
     _, expected = decode(runners(dtype), 0, 1, temperature=0)
@@ -200,6 +201,7 @@ def test_greedy_ids_are_plain_ids_at_any_draft_length_and_batch(dtype: torch.dty
         assert k == 0 or 0 < engine.stats.accepted < engine.stats.drafted
 
 
+@pytest.mark.slow(but=["0-dtype0"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [0, 4])
 def test_sampled_ids_do_not_depend_on_the_batch(dtype: torch.dtype, k: int) -> None:

@@ -83,6 +83,7 @@ def generated(model: Any, prompt: list[int]) -> tuple[int, ...]:
     return tuple(out[0, len(prompt) :].tolist())
 
 
+@pytest.mark.slow(but=["gemma3"])
 @pytest.mark.parametrize("name", sorted(LOADED))
 def test_text_is_that_of_the_whole(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Rows of unequal lengths, a drafter that is a multimodal checkpoint too, and is right now and then."""

@@ -66,6 +66,7 @@ def test_tokens_are_those_of_plain_decoding(tmp_path: Path) -> None:
         assert found.stats.accepted > 0
 
 
+@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("honest", [True, False])
 def test_samples_have_the_law_of_the_target(honest: bool) -> None:
     """q is over the tokens that were kept; one that keeps the mass of the others is noticed."""

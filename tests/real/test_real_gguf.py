@@ -82,6 +82,7 @@ def require_greedy(model: Shoal, result: Result, ties: int) -> None:
     assert sum(gap > 0 for gap in gaps) <= ties
 
 
+@pytest.mark.slow(but=["Q8_0-drafts0"])
 @pytest.mark.parametrize(
     ("kind", "drafts"),
     [
@@ -134,6 +135,7 @@ def test_greedy_ids_of_the_unpacked_model(load: Callable[[str], Shoal]) -> None:
         assert logits.argmax(-1).tolist() == list(answer)
 
 
+@pytest.mark.slow(but=["ngram-0"])
 @pytest.mark.parametrize(("draft", "difference"), [("ngram", 0), ("recycling", 1e-4)])
 def test_a_seed_means_the_same_tokens_alone_and_in_company(
     load: Callable[[str], Shoal], draft: str, difference: float
@@ -173,6 +175,7 @@ def test_a_chat_ends_by_its_turn(load: Callable[[str], Shoal]) -> None:
     assert sample.finish_reason == "eos"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "compile"), [("Q8_0", "auto"), pytest.param("BF16", "off", marks=pytest.mark.slow)])
 def test_a_copy_in_4_bits_drafts_for_the_file(kind: str, compile: str, folder: Path) -> None:
     """Of llama.cpp's copy, in Q4_0, fewer drafts are kept than of shoal's: its groups have minima, as the weights' source had."""
@@ -189,6 +192,7 @@ def test_a_copy_in_4_bits_drafts_for_the_file(kind: str, compile: str, folder: P
             require_greedy(model, drafted, MOST_TIES)
 
 
+@pytest.mark.slow
 def test_a_smaller_format_drafts_for_the_model(load: Callable[[str], Shoal], folder: Path) -> None:
     target, draft = smollm2_gguf(folder, "BF16"), smollm2_gguf(folder, "Q4_1")
     with shoal.load(target, draft) as pair:

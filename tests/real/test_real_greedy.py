@@ -178,6 +178,7 @@ def test_a_drafter_with_another_vocabulary_does_not_change_greedy_ids(directory:
         require_greedy(model, stock("float32"), result, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     ["FEW", *(pytest.param(shape, marks=pytest.mark.slow) for shape in ("suffix+FEW", "FEW:tree=rsd-s,width=2,nodes=6"))],
@@ -222,6 +223,7 @@ def nats(model: Shoal, text: str) -> Tensor:
     return torch.nn.functional.cross_entropy(logits[:-1].float(), ids[0, 1:], reduction="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_rounded_keys_keep_perplexity_and_greedy_ids(pair: Any, dtype: str) -> None:
     """kv="int8": drafts change no id, a text is as likely to three digits, and a token takes its bytes and scales."""

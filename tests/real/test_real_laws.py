@@ -100,6 +100,7 @@ def test_typical_acceptance_says_that_it_is_lossy(drafted: Any, noisy: Path) -> 
     assert 0 < result.stats.accepted < result.stats.drafted
 
 
+@pytest.mark.slow(but=["bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_seed_means_the_same_tokens_alone_and_in_company(pair: Any, dtype: str) -> None:
     """Plainly and behind draft trees, beside other prompts and other seeds: the C decoder's logits have the same bits, in 16 bits

@@ -55,6 +55,7 @@ def test_long_prompts(few_layers: Path, pair: Any, stock: Callable[[str], Any], 
     assert result.stats.rounds < 12
 
 
+@pytest.mark.slow
 def test_weights_change_in_place_are_saved_and_loaded(few_layers: Path, tmp_path: Path) -> None:
     """Tied and packed as they are: writes count from the next call on, and a saved copy is the changed model."""
     from transformers import AutoModelForCausalLM

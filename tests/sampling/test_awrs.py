@@ -196,12 +196,14 @@ def deviation(constraint: Any, k: int, rule: Rule) -> tuple[float, int, int]:
     return most, engine.stats.accepted, engine.stats.drafted
 
 
+@pytest.mark.slow(but=["geometric"])
 @pytest.mark.parametrize("peak", [0.0, 1.0], ids=["geometric", "recursive"])
 def test_each_estimator_gives_that_law(peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(awrs_module, "PEAK", peak)
     assert deviation(Asked(), 2, Rejection())[0] < 4
 
 
+@pytest.mark.slow(but=["plain-checks", "coupled-masks"])
 @pytest.mark.parametrize("constraint", [Asked(), Masked()], ids=["checks", "masks"])
 @pytest.mark.parametrize(
     ("k", "rule"), [(0, Rejection()), (2, Rejection()), (2, Coupled())], ids=["plain", "drafts", "coupled"]
@@ -216,6 +218,7 @@ def one(p: Tensor, first: int, passes: Any, *draws: Any, weighs: bool = True) ->
     return awrs(p, first, passes, *draws, weighs=False)
 
 
+@pytest.mark.slow(but=["one"])
 @pytest.mark.parametrize("wrong", [one, no_second])
 def test_wrong_weights_show_in_counted_samples(wrong: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "awrs", wrong)

@@ -88,6 +88,7 @@ def test_the_power_of_these_tests() -> None:
         assert chi_square(torch.bincount(drawn, minlength=VOCAB**2).view(VOCAB, VOCAB), law()) < ALPHA
 
 
+@pytest.mark.slow(but=["7"])
 @pytest.mark.parametrize("width", [VOCAB - 1, VOCAB, VOCAB + 3])
 def test_drafters_of_unequal_vocabularies(width: int) -> None:
     """Too few ids are filled up, too many cut away before the softmax: q must be what was drawn from."""
@@ -100,6 +101,7 @@ def _graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXECUTORS, "graphed", Recorder)
 
 
+@pytest.mark.slow(but=["eager-4"])
 @pytest.mark.usefixtures("_graphs")
 @pytest.mark.parametrize("width", [VOCAB, VOCAB + 3])
 @pytest.mark.parametrize("executor", ["eager", "graphed"])

@@ -79,6 +79,7 @@ class Cycle:
         pass
 
 
+@pytest.mark.slow(but=["8"])
 @pytest.mark.parametrize(
     ("lookahead", "max_batch"),
     [

@@ -141,6 +141,7 @@ def agreement(rows: list[Row], expected: dict[tuple[int, ...], float]) -> float:
     return chi_square(counts, torch.tensor(list(expected.values())))
 
 
+@pytest.mark.slow(but=["plain", "rejection", "coupled"])
 @pytest.mark.parametrize(
     ("rule", "k"), [(Rejection(), 0), (Rejection(), 2), (Coupled(), 2)], ids=["plain", "rejection", "coupled"]
 )
@@ -212,6 +213,7 @@ def test_wrong_factors_are_refused(name: str, value: float) -> None:
         GrammarRepetitionPenalty(TOKENS, **{name: value})
 
 
+@pytest.mark.slow
 def test_the_bundled_target_stops_going_round_in_circles(bundled: shoal.Shoal) -> None:
     """Greedy, with drafts; lines that differ in their names are one structure."""
     pair = bundled

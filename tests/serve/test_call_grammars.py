@@ -69,6 +69,7 @@ def faults(forced: Forced, tools: dict[str, Any], count: int, seed: int) -> Iter
                 yield text
 
 
+@pytest.mark.slow(but=["glm-added"])
 @pytest.mark.parametrize(("form", "kind"), TOKENS)
 def test_what_the_grammar_takes_is_read_and_valid(form: str, kind: str) -> None:
     """Random samples, full of marks and quotes, in pieces too."""
@@ -188,6 +189,7 @@ def speaking(form: str, kind: str, said: str, before: str = "") -> Iterator[Call
 ROME, ONE = ("weather", {"city": "Rome"}), ("time", {"zone": 1})
 
 
+@pytest.mark.slow(but=["qwen-text"])
 @pytest.mark.parametrize(("form", "kind"), [one for one in TOKENS if one[1] != "added"])
 def test_calls_are_forced_in_the_form_of_the_model(form: str, kind: str) -> None:
     """The prompt has what begins a call, and no message tells the tools; whole, streamed, one alone, and cut."""
@@ -208,6 +210,7 @@ def test_calls_are_forced_in_the_form_of_the_model(form: str, kind: str) -> None
     assert (choice["message"]["content"], choice["finish_reason"]) == ("", "length")
 
 
+@pytest.mark.slow(but=["gemma"])
 @pytest.mark.parametrize("form", ["qwen", "gemma", "mistral"])
 def test_a_call_or_a_text_that_fits(form: str) -> None:
     """A grammar beside tools that may be called: the call is in the model's own form."""
@@ -218,6 +221,7 @@ def test_a_call_or_a_text_that_fits(form: str) -> None:
         assert (bool(message.get("tool_calls")), message["content"]) == (called, None if called else "ab")
 
 
+@pytest.mark.slow(but=["qwen"])
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_what_a_form_cannot_hold_is_told_and_forced_as_json(form: str) -> None:
     odd = tool("f", x={"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True})

@@ -199,6 +199,7 @@ def test_a_closing_is_looked_for_once_at_each_place(name: str) -> None:
 PLAIN = [("weather", {"city": "Rome"}), ("time", {"zone": 12345})]
 
 
+@pytest.mark.slow(but=["listed-required"])
 @pytest.mark.parametrize("choice", ["required", "auto"])
 @pytest.mark.parametrize("name", ["minimax", "listed", "lfm", "mistral", "qwen"])
 def test_max_tokens_cuts_the_second_call_and_leaves_the_first(name: str, choice: str) -> None:

@@ -141,6 +141,7 @@ def counted(most: int, kind: type, earlier: list[object]) -> int:
     return held
 
 
+@pytest.mark.slow(but=["plain"])
 @pytest.mark.parametrize("kind", asks(0))
 def test_an_answer_leaves_no_rows_behind(kind: str, earlier: list[object]) -> None:
     """Not on connections that stay open, each of which keeps the scope of its last request; the loop may keep the very last."""
@@ -156,6 +157,7 @@ def test_an_answer_leaves_no_rows_behind(kind: str, earlier: list[object]) -> No
         assert counted(3, Row, earlier) <= 3
 
 
+@pytest.mark.slow(but=["/v1/completions"])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS, RESPONSES])
 def test_a_stream_that_is_left_leaves_no_rows_behind(path: str, earlier: list[object]) -> None:
     with served(pair(), lookahead=0, chat_template=TEMPLATE) as server:

@@ -248,6 +248,7 @@ def test_untouched_controls_ask_for_nothing(opened: Callable[..., Any], server: 
     assert got == [fresh | always | {"speculation": way} for way in ("auto", "off")]
 
 
+@pytest.mark.slow
 def test_every_control_is_asked_for(opened: Callable[..., Any]) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with served(pair(), chat_template=template) as server:
@@ -392,6 +393,7 @@ def test_a_link_brings_the_controls_back(opened: Callable[..., Any], server: Ser
     assert other.get_by_label("Speculation").input_value() == "auto"
 
 
+@pytest.mark.slow
 def test_a_copied_link_brings_the_samples_back(opened: Callable[..., Any], server: Served) -> None:
     """With the seed that was drawn; the page itself goes on drawing."""
     page = opened(f"{server.url}/#n=2&max_tokens=12&compare=false", permissions=["clipboard-read", "clipboard-write"])
@@ -631,6 +633,7 @@ def test_only_its_own_files_run_on_it(server: Served, path: str) -> None:
 # ── the editor ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_the_editor_shows_what_fits_at_the_cursor_and_takes_it(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ ATTACKS: dict[str, tuple[str, bytes]] = {
 }
 
 
+@pytest.mark.slow(but=["bad ids"])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_body_that_is_expensive_to_judge(server: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, body = ATTACKS[name]
@@ -353,6 +354,7 @@ def until_closed(connection: socket.socket, drop: bytes = b"") -> bytes:
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 
 
+@pytest.mark.slow(but=["nothing"])
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/comp", HEAD], ids=["nothing", "a line", "headers"])
 def test_headers_that_trickle(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     with served(pair()) as server:

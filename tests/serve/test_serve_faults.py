@@ -62,6 +62,7 @@ def test_a_client_that_goes_takes_its_rows_along(stream: bool) -> None:
         assert server.worker.thread.engine.stats.committed < 3 * 900
 
 
+@pytest.mark.slow(but=["None"])
 @pytest.mark.parametrize("exact", [None, "weights", "smc", "asap", "asap+smc", "distinct"])
 def test_rows_that_are_drawn_together_end_at_the_next_round(exact: str | None) -> None:
     """Twelve for eight slots: those that run, that wait, and that are held for the ones before them."""
@@ -476,6 +477,7 @@ def test_a_thread_that_ends_by_itself_turns_health_red(killed: bool, monkeypatch
 # ── the process ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
     gate = Gate(legible(0), length=20)
@@ -499,6 +501,7 @@ def test_a_signal_lets_open_requests_finish(sent: signal.Signals) -> None:
     assert not app.state.worker.thread.alive
 
 
+@pytest.mark.slow(but=["too long"])
 @pytest.mark.parametrize(("drain", "signals"), [(0.1, 1), (TIMEOUT_SECONDS, 2)], ids=["too long", "twice"])
 def test_what_does_not_finish_in_time_is_cut(drain: float, signals: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "GRACE_SECONDS", TIMEOUT_SECONDS)

@@ -163,6 +163,7 @@ print(grammar_probe.probed(lambda text: eval(text), sys.argv[1], 1, 2**27, 2**24
 """
 
 
+@pytest.mark.slow(but=["len(bytearray(10**9))"])
 @pytest.mark.parametrize(
     ("work", "outcome", "why"),
     [

@@ -123,6 +123,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.slow(but=["error0-shoal.drafting.model.draws"])
 @pytest.mark.parametrize(
     ("error", "stage"),
     [

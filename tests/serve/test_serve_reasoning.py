@@ -202,6 +202,7 @@ def test_stop_strings_are_for_the_answer(says: Served) -> None:
         assert (message["reasoning_content"], message["content"]) == ("so a b", "c a ")
 
 
+@pytest.mark.slow(but=["n"])
 @pytest.mark.parametrize("marks", MARKS, ids=lambda marks: marks.opening)
 @pytest.mark.parametrize("stop", ["n", "<", "|", ">", "final", "k", "a"])
 def test_stop_strings_cut_no_mark(marks: Marks, stop: str) -> None:
@@ -217,6 +218,7 @@ def test_stop_strings_cut_no_mark(marks: Marks, stop: str) -> None:
                 assert stream.get_final_completion().choices[0].message.content == message["content"]
 
 
+@pytest.mark.slow(but=["tool"])
 @pytest.mark.parametrize("stop", ["tool", "_", "<", ">", "ll>"])
 def test_stop_strings_cut_no_mark_of_a_call(stop: str) -> None:
     for said, content in ((f"So:{CALL}", "So:"), ("So: <tool_c", "So: <tool_c".partition(stop)[0])):

@@ -91,6 +91,7 @@ def test_answers_are_those_of_http(server: Served, files: Path, shoal: Shoal) ->
     assert all(0 < took["accepted"] < took["drafted"] for took in encrypted.json()["usage"]["choices"])
 
 
+@pytest.mark.slow(but=["asyncio"])
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_writes_pause_and_go_on(loop: str, files: Path, shoal: Shoal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams and answers in one piece, larger and smaller than a connection's buffers."""

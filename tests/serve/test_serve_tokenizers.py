@@ -45,6 +45,7 @@ def events(server: Served, path: str = "/v1/completions", **body: Any) -> list[A
 # ── completions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow(but=["llama-the text"])
 @pytest.mark.parametrize("prompt", ["the text", "naïve 🙂 ", "<|user|> the<|im_end|>"])
 def test_offsets_say_where_tokens_begin_in_the_text(server: tuple[str, Served], prompt: str) -> None:
     """Those of an echoed prompt too; the same in a stream."""
@@ -87,6 +88,7 @@ def test_a_prompt_that_ends_in_a_character_comes_back(server: tuple[str, Served]
     assert only == tokenizer(kind).decode(ids)
 
 
+@pytest.mark.slow(but=["more0-llama"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {"align": True}, {"n": 2}, {"stop": ["!"]}, {"logprobs": 0}])
 def test_a_character_that_a_prompt_cuts_is_whole_in_its_echo(kind: str, more: dict[str, Any]) -> None:
@@ -187,6 +189,7 @@ def test_a_chat_has_the_ids_of_its_template(server: tuple[str, Served]) -> None:
         assert same["choices"][0]["prompt_token_ids"].count(tokenizer(kind).bos_token_id) == 1
 
 
+@pytest.mark.slow(but=["llama"])
 def test_a_chat_with_tools_is_written_by_the_template_for_tools(server: tuple[str, Served]) -> None:
     kind, running = server
     body = {"messages": MESSAGES, "tools": [TOOL], "return_token_ids": True, "max_tokens": 30, "seed": 1}

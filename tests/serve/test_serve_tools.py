@@ -125,6 +125,7 @@ WRITTEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow(but=["<tool_call><function=x><parameter=y>"])
 @pytest.mark.parametrize(("template", "call"), WRITTEN)
 def test_calls_of_other_forms_are_typed_by_the_schema_of_the_tool(template: str, call: str) -> None:
     """However a text is cut, twice in a row; other names, and texts that the end cuts, are no calls."""
@@ -219,6 +220,7 @@ def test_a_forced_call_is_as_long_as_it_is(forced: tuple[Served, CallFormat]) ->
 ONLY = {"type": "function", "function": {"name": "time"}}
 
 
+@pytest.mark.slow(but=["llama-True"])
 @pytest.mark.parametrize("flat", [True, False])
 def test_only_allowed_tools_are_called_and_all_are_shown(forced: tuple[Served, CallFormat], flat: bool) -> None:
     """As OpenAI documents it for chats and for /v1/responses; clients send both forms to both."""
@@ -266,6 +268,7 @@ def test_some_tool_is_called_where_one_is_required(forced: tuple[Served, CallFor
     }
 
 
+@pytest.mark.slow(but=["llama"])
 def test_several_calls_are_forced_where_the_format_has_several(forced: tuple[Served, CallFormat]) -> None:
     """Hermes' format writes them one behind the other; `parallel_tool_calls: false` and a named tool have one."""
     server, form = forced
@@ -363,6 +366,7 @@ def tagged() -> Any:
     return tokenizer
 
 
+@pytest.mark.slow(but=["form0-said0-False"])
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize(("form", "said"), [
     (HERMES, f"<tool_call>\n{ONE_CALL}\n</tool_call>\n<tool_call>\n{ONE_CALL}\n</tool_call>"),

@@ -132,6 +132,7 @@ def as_in_vllm(ids: list[int], stops: list[str], stop_ids: list[int], least: int
     return ids, TOKENIZER.decode(ids, skip_special_tokens=special)
 
 
+@pytest.mark.slow(but=["/v1/completions-False"])
 @by_pairs(
     {
         "path": ["/v1/completions", "/v1/chat/completions"],

@@ -50,6 +50,7 @@ def test_problems_and_corpus_repeat_for_a_seed_and_differ_between_seeds():
     assert build_corpus(SMALL, seed=1) == build_corpus(SMALL, seed=1)
 
 
+@pytest.mark.slow(but=["prompts"])
 @pytest.mark.parametrize("draw", DRAWS)
 def test_stored_problems_are_the_generator_s(draw: Draw) -> None:
     fields = "name", "prompt", "solution", "tests", "function", "document"
@@ -204,6 +205,7 @@ def shipped() -> LoadedPair:
     return LoadedPair.load(SHIPPED)
 
 
+@pytest.mark.slow
 def test_shipped_target_mostly_writes_python_that_passes_and_its_drafter_agrees(shipped):
     assert shipped.drafter.num_parameters() * 8 < shipped.target.num_parameters()
     problems = generate(3, 12, "constants")

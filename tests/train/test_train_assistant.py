@@ -53,6 +53,7 @@ def test_all_drafts_of_a_text_in_one_pass_are_those_of_the_definition(monkeypatc
         assert max(differences()) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_pair_that_was_trained_is_loaded_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The losses are of the right tokens, and the target learns nothing of the assistant's."""
     text = torch.arange(40).remainder(7)[None] + 5

@@ -82,6 +82,7 @@ def test_a_width_that_an_architecture_cannot_have(monkeypatch: pytest.MonkeyPatc
         small_model(target, 1, 16, seed=0)
 
 
+@pytest.mark.slow(but=["corpus-3"])
 @pytest.mark.parametrize(("stage", "stop"), [("corpus", 3), ("distillation", 5)])
 def test_an_interrupted_training_ends_at_the_same_weights(
     stage: str, stop: int, place: Path, whole: DrafterTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

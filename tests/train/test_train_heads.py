@@ -82,6 +82,7 @@ def test_heads_learn_and_are_the_same_after_an_interruption(
 FILES = {"medusa": "medusa_lm_head.safetensors", "eagle3": "model.safetensors", "ppd": "prompt_tokens.safetensors"}
 
 
+@pytest.mark.slow(but=["medusa"])
 @pytest.mark.parametrize("kind", FILES)
 def test_the_command(kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "heads"

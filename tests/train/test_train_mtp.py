@@ -23,6 +23,7 @@ from shoal.errors import RequestError
 from shoal.models.mtp_layer import Beside
 
 
+@pytest.mark.slow
 def test_a_saved_layer_is_the_trained_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model: Any = Qwen3_5ForCausalLM(train_mtp.config())

@@ -81,11 +81,7 @@ def shoal_method(
 
 
 def baseline_method(pair: Shoal, name: str) -> Method:
-    """Makes one of `BASELINES`.
-
-    Raises:
-        RequestError: for another name.
-    """
+    """Makes one of `BASELINES`; raises RequestError for another name."""
     if name not in BASELINES:
         raise RequestError(f"baseline must be one of {', '.join(BASELINES)}, got {name!r}")
     return Method(
@@ -320,11 +316,7 @@ class IdentityCheck:
             self.found[case.layout, case.batch, name] = GreedyIdentity.of(comparison, control)
 
     def compare(self, case: Case, name: str, runs: Sequence[Run], plain: Sequence[Run]) -> None:
-        """Compares timed runs that were greedy themselves: they must agree as well.
-
-        Raises:
-            InternalError: see `check`.
-        """
+        """Compares timed runs that were greedy themselves, as `check` does."""
         for repeat, (one, other) in enumerate(zip(plain, runs, strict=False)):
             for row, (a, b) in enumerate(zip(one.ids, other.ids, strict=True)):
                 position = first_difference(a, b)

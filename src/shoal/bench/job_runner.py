@@ -159,11 +159,7 @@ class BenchmarkRunner:
         )
 
     def check(self) -> None:
-        """Checks the greedy identity of every configuration, by the real rule.
-
-        Raises:
-            InternalError: see `IdentityCheck`.
-        """
+        """Checks the greedy identity of every configuration, by the real rule (`IdentityCheck`)."""
         for case in {(c.layout, c.batch): c for c in self.job.cases}.values():
             self.identity.check(case, self._work(case, 0).greedy(), self.job.lookaheads[1:])
 

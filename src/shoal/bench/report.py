@@ -227,11 +227,7 @@ class Report:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Report:
-        """Restores a report from `to_dict`, also after JSON.
-
-        Raises:
-            ValueError: for another format.
-        """
+        """Restores a report from `to_dict`, also after JSON; ValueError: it has another format."""
         data = dict(data)
         if data.pop("format", None) != FORMAT:
             raise ValueError(f"not a results file of format {FORMAT}")

@@ -214,11 +214,7 @@ GAP = 0.06
 
 
 def require_matplotlib() -> Any:
-    """Imports the plotting module.
-
-    Raises:
-        RequestError: it is not installed; the message tells how to install it.
-    """
+    """Imports the plotting module, or raises RequestError with the way to install it."""
     try:
         import matplotlib
     except ImportError:
@@ -230,11 +226,7 @@ def require_matplotlib() -> Any:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Writes one picture, a row of two plots per layout and temperature.
-
-    Raises:
-        RequestError: without matplotlib.
-    """
+    """Writes one picture, a row of two plots per layout and temperature; needs matplotlib."""
     pyplot = require_matplotlib()
     tables = report.tables()
     figure, grid = pyplot.subplots(

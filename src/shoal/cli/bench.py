@@ -69,11 +69,7 @@ class ReportOptions:
             raise RequestError("--json prints no tables: leave out --markdown")
 
     def require_writable(self) -> None:
-        """Checks, before anything is measured, that the files can be written.
-
-        Raises:
-            RequestError: a file could not be written.
-        """
+        """Raises RequestError, before anything is measured, if a file cannot be written."""
         for path in (self.output, self.plot):
             if path is not None:
                 require_writable(path)
@@ -123,11 +119,7 @@ def _file_name(report: Report) -> str:
 
 
 def read_report(file: Path) -> Report:
-    """Reads a report that `--output` wrote.
-
-    Raises:
-        RequestError: the file is no such report.
-    """
+    """Reads a report that `--output` wrote; raises RequestError for any other file."""
     from shoal.bench.report import Report
 
     try:
@@ -166,11 +158,7 @@ class BenchSource(ModelSource, RandomWeights):
     """
 
     def pair(self, seed: int) -> Shoal:
-        """Returns the pair.
-
-        Raises:
-            RequestError: options contradict each other.
-        """
+        """Returns the pair; raises RequestError if options contradict each other."""
         from shoal.bench.random_pairs import shaped_pair
 
         if self.shape is None:
@@ -257,11 +245,7 @@ class WorkOptions:
     ] = None
 
     def job(self, repeats: int) -> Job:
-        """Returns the job, without the ids that end rows.
-
-        Raises:
-            RequestError: an option that takes a list has another text.
-        """
+        """Returns the job without the ids that end rows; raises RequestError for a faulty list."""
         with imports_shown():
             from shoal.bench.decoding_methods import Job
 

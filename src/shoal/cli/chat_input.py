@@ -182,11 +182,7 @@ class TerminalLines:
             self._open(history)
 
     def read(self, prompt: str) -> str:
-        """Returns the next line.
-
-        Raises:
-            EOFError: the user pressed Ctrl-D.
-        """
+        """Returns the next line; raises EOFError after Ctrl-D."""
         if not sys.stdout.isatty():  # input() would write the prompt among the answers
             sys.stderr.write(prompt)
             sys.stderr.flush()

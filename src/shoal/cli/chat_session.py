@@ -129,11 +129,7 @@ class ChatSession:
         self._model, self._writer, self._view = model, writer, view
 
     def say(self, text: str) -> None:
-        """Answers a message. One that gets no answer is no part of the conversation.
-
-        Raises:
-            RequestError, KeyboardInterrupt: see `answer`.
-        """
+        """Answers a message as `answer` does; one without an answer is not in the conversation."""
         require_text(text, "the message")
         self.conversation.say(text)
         try:

@@ -69,11 +69,7 @@ class Conversation:
 
     @property
     def last(self) -> Turn:
-        """The last turn.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """The last turn; raises RequestError if there is none."""
         if not self.turns:
             raise RequestError("nothing was said yet")
         return self.turns[-1]
@@ -95,21 +91,13 @@ class Conversation:
         self.turns.append(Turn(text))
 
     def undo(self) -> Turn:
-        """Takes the last turn back, and returns it.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """Takes the last turn back and returns it; raises RequestError if there is none."""
         turn = self.last
         self.turns.pop()
         return turn
 
     def choose(self, number: int) -> Candidate:
-        """Makes a candidate of the last turn, counted from 1, its answer.
-
-        Raises:
-            RequestError: there is no such candidate.
-        """
+        """Makes a candidate of the last turn, counted from 1, its answer; or RequestError."""
         count = len(self.last.answers)
         if not 1 <= number <= count:
             said = (
@@ -240,11 +228,7 @@ class ChatWriter:
         self._tokenizer = tokenizer
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Returns a conversation that the model's turn follows.
-
-        Raises:
-            RequestError: the template refuses it.
-        """
+        """Returns a conversation that the model's turn follows; RequestError: a refusal."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -258,11 +242,7 @@ class ChatWriter:
             raise RequestError(f"the chat template refused the messages: {error}") from error
 
     def ids(self, text: str) -> list[int]:
-        """Returns the token ids of such a text.
-
-        Raises:
-            RequestError: it is no text.
-        """
+        """Returns the token ids of such a text; raises RequestError if it is no text."""
         try:
             return encoded_plain(partial(self._tokenizer.encode, add_special_tokens=False), text)
         except Exception as error:  # the template may have written an invalid text
@@ -315,11 +295,7 @@ class ChatOptions:
         return [writer.ids(writer.text([*before, message("user", prompt)])) for prompt in prompts]
 
     def writer(self, tokenizer: Any) -> ChatWriter:
-        """Returns the writer of conversations for the model of a tokenizer.
-
-        Raises:
-            RequestError: there is no template.
-        """
+        """Returns the writer of conversations for a model; RequestError: there is no template."""
         return ChatWriter(tokenizer, read_template(self.chat_template))
 
     def before(self) -> list[Message]:

@@ -262,11 +262,7 @@ def show_table(console: Console, heads: Sequence[str], lines: Sequence[Sequence[
 
 
 def show_wide(console: Console, table: Table) -> bool:
-    """Prints a table in its full width, which a file always takes.
-
-    Returns:
-        False if the terminal is too narrow, and nothing was printed.
-    """
+    """Prints a table in full width, always to a file; False if the terminal is too narrow."""
     wide = stdout()
     wide.width = UNBOUNDED
     widest = wide.measure(table).maximum
@@ -302,11 +298,7 @@ class Export:
     file: Path
 
     def write(self, evaluation: Evaluation, eval_set: EvalSet) -> None:
-        """Writes the samples of a complete evaluation, and names the evaluator's command.
-
-        Raises:
-            RequestError: the file cannot be written.
-        """
+        """Writes a complete evaluation's samples, or raises RequestError; names its evaluator."""
         from shoal.evaluation.exports import programs_of
         from shoal.evaluation.sampling import KNOWN
 

@@ -111,11 +111,7 @@ class SetOptions:
     ] = None
 
     def read(self) -> EvalSet:
-        """Reads the set.
-
-        Raises:
-            RequestError: a file is missing or wrong.
-        """
+        """Reads the set; raises RequestError if a file is missing or wrong."""
         from shoal.evaluation import tasks
 
         if self.set_ == "functions":
@@ -240,11 +236,7 @@ class EvalSampling(SampleOptions):
         return {name: value for name, value in given.items() if value}
 
     def config(self, source: ModelSource, speculation: SpeculationOptions) -> SamplingConfig:
-        """Returns the sampling settings, checked before a model is loaded.
-
-        Raises:
-            RequestError: the options cannot be sampled with.
-        """
+        """Returns checked sampling settings before a model is loaded; raises RequestError."""
         with imports_shown():
             from shoal.evaluation.sampling import METHODS, PLAIN, UNDRAFTED, SamplingConfig
 
@@ -316,11 +308,7 @@ class EvalOptions:
     output: EvalOutputOptions
 
     def require_one_run(self, why: str) -> None:
-        """Refuses options that ask for several runs, or for files of one.
-
-        Raises:
-            RequestError: there are such options; `why` is in the message.
-        """
+        """Raises RequestError, with `why`, for options of several runs, or of files of one."""
         several = self.sampling.methods is not None or self.sampling.time_budget != "inf"
         if several or self.output.out is not None:
             raise RequestError(f"{why}: leave out --methods, --time-budget and --output")
@@ -340,11 +328,7 @@ def options_of(sampling: EvalSampling, speculation: SpeculationOptions) -> dict[
 
 
 def parse_budgets(text: str) -> list[float]:
-    """Reads the budgets in seconds, rising; inf is no budget.
-
-    Raises:
-        RequestError: a budget is no number > 0, or there is none.
-    """
+    """Reads the budgets, rising seconds above 0 or inf for none; raises RequestError for others."""
     try:
         budgets = sorted({float(part) for part in text.split(",") if part.strip()})
     except ValueError:
@@ -383,11 +367,7 @@ def settings_of(eval_set: EvalSet, source: ModelSource, config: SamplingConfig) 
 
 
 def interrupted(evaluation: Evaluation, done: str) -> str:
-    """Returns the message after Ctrl-C.
-
-    Args:
-        done: the verb of the problems that have samples.
-    """
+    """Returns the message after Ctrl-C, with the verb `done` of the problems that have samples."""
     every, missing = len(evaluation.tasks), len(evaluation.missing)
     return (
         f"interrupted: {every - missing} of {every} problems {done}; with --output, the same "

@@ -157,11 +157,7 @@ class PlannedEvaluation:
 
 
 def evaluate_planned(call: EvalOptions, planning: PlanOptions) -> int:
-    """Evaluates planned programs.
-
-    Raises:
-        RequestError: an option does not go with planning.
-    """
+    """Evaluates planned programs; raises RequestError for options that do not go with planning."""
     sampling, output, programs = call.sampling, call.output, call.programs
     others = sampling.methods != "planned" or sampling.time_budget != "inf"
     if others or output.export or call.chosen.chat:

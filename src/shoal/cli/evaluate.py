@@ -84,11 +84,7 @@ def evaluate(
 
 
 def _require_outputs(chosen: SetOptions, output: EvalOutputOptions, *, samples: bool) -> None:
-    """Raises RequestError if results cannot be written where they are to go.
-
-    Args:
-        samples: True if samples are drawn.
-    """
+    """Raises RequestError if results, or the `samples` to be drawn, could not be written."""
     if output.out is not None:
         with imports_shown():
             from shoal.bench.machine import require_place
@@ -150,11 +146,7 @@ def _judged(
 
 
 def _evaluate_cuts(call: EvalOptions, kind: str) -> int:
-    """Evaluates cut programs.
-
-    Raises:
-        RequestError: an option does not go with cuts.
-    """
+    """Evaluates cut programs; raises RequestError for options that do not go with cuts."""
     call.require_one_run("--cut compares ways to begin, once each")
     from shoal.cli.eval_kinds import evaluate_cuts
 
@@ -165,11 +157,7 @@ def _evaluate_cuts(call: EvalOptions, kind: str) -> int:
 
 
 def _evaluate_schemas(call: EvalOptions) -> int:
-    """Evaluates schemas.
-
-    Raises:
-        RequestError: an option does not go with schemas.
-    """
+    """Evaluates schemas; raises RequestError for options that do not go with schemas."""
     call.require_one_run("each schema is tried once")
     chosen = call.chosen
     if chosen.data is None:

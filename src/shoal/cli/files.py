@@ -175,11 +175,7 @@ def _text_of(row: str, where: str, field: str) -> str:
 
 
 def require_writable(path: Path) -> None:
-    """Checks that a file can be written, while there are no results yet that could be lost.
-
-    Raises:
-        RequestError: it cannot be written.
-    """
+    """Raises RequestError for a file that cannot be written, before there are results to lose."""
     written = path if _special(path) else path.resolve().parent
     if not written.is_dir() and not _special(path):
         reason = f"there is no directory {str(path.parent)!r}"

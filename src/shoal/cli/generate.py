@@ -81,11 +81,7 @@ class PromptOptions:
     ] = None
 
     def read(self) -> list[PromptLine]:
-        """Returns the prompts, those of --prompts last.
-
-        Raises:
-            RequestError: see `read_prompts` and `lines_of`.
-        """
+        """Returns the prompts, those of --prompts last; see `read_prompts` and `lines_of`."""
         texts, files = self.prompt or [], self.prompt_file or []
         lines = lines_of(self.prompts or [])
         if texts or files or not lines:
@@ -95,11 +91,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The form of the output and its file.
-
-    Raises:
-        RequestError: the results could not be written.
-    """
+    """The form of the output and its file; raises RequestError for one that cannot be written."""
 
     ranked: Annotated[bool, output_option("--ranked", help="Best mean log-probability first.")] = (
         False

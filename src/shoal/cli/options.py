@@ -104,11 +104,7 @@ class SpeculationOptions:
 
 @dataclass(frozen=True)
 class PairNames:
-    """The target and the drafter, each a Hub id or a directory.
-
-    Raises:
-        RequestError: there is a drafter without its target.
-    """
+    """The target and the drafter, ids or directories; a drafter without target is an error."""
 
     model: Annotated[
         str | None,
@@ -133,11 +129,7 @@ class PairNames:
 
     @property
     def draft_model(self) -> str | None:
-        """The name of the draft model, if there is one.
-
-        Raises:
-            RequestError: see `read_draft`.
-        """
+        """The name of the draft model, if there is one; see `read_draft`."""
         draft = read_draft(self.draft)
         return None if draft is None else draft.source
 
@@ -252,11 +244,7 @@ class ModelSource(PlacedPair):
         return [one for one in (self.guide, self.expert) if one is not None and one not in own]
 
     def require_guide(self, guidance: float) -> None:
-        """Checks that there is a guide for guidance, before models are loaded.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """Raises RequestError, before models are loaded, for guidance without a guide."""
         if guidance and self.guide is None:
             raise RequestError("--guidance needs a second model: give --guide")
 
@@ -265,11 +253,7 @@ class ModelSource(PlacedPair):
         return replace(self, draft=None, draft_revision=None, guide=None, expert=None)
 
     def load(self, prefix_memory: int = 0) -> Shoal:
-        """Loads the pair, or the target alone if there is no drafter.
-
-        Args:
-            prefix_memory: see `shoal.load`.
-        """
+        """Loads the pair, or the target alone if there is no drafter; see `shoal.load`."""
         files: list[Path] = []
         for name, revision in (
             (self.model, self.revision),

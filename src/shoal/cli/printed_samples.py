@@ -34,11 +34,7 @@ if TYPE_CHECKING:
 def show_output(
     console: Console, output: Output, title: str | None, by_rank: bool, *, cut: bool = False
 ) -> None:
-    """Prints the samples of one prompt, each under a header line.
-
-    Args:
-        cut: print the samples that Ctrl-C cut too.
-    """
+    """Prints one prompt's samples, each under a header; with `cut` those that Ctrl-C cut too."""
     if title:
         console.print(Rule(Text(title, overflow="ellipsis", no_wrap=True), align="left"))
     rank = {id(sample): number for number, sample in enumerate(output.ranked, 1)}

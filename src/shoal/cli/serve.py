@@ -167,11 +167,7 @@ def _serve_here(
 
 
 def _check_with_tensor_parallel(machines: ReplicaOptions, limits: LimitOptions) -> None:
-    """Refuses options that do not go with --tensor-parallel.
-
-    Raises:
-        RequestError: there is such an option.
-    """
+    """Raises RequestError for options that do not go with --tensor-parallel."""
     if machines.ray:
         raise RequestError("--tensor-parallel does not go with --ray: a replica is one process")
     if limits.prefix_memory:
@@ -188,11 +184,7 @@ def _settings(
     address: AddressOptions,
     limits: LimitOptions,
 ) -> Settings:
-    """Returns the settings that the server allows.
-
-    Raises:
-        RequestError: a file cannot be read, or a host is wrong.
-    """
+    """Returns the settings that the server allows; RequestError: a faulty file or host."""
     from shoal.serve import access, settings
 
     given = access.read_keys(address.api_key_file)
@@ -245,11 +237,7 @@ def in_bytes(gib: float | None) -> int | None:
 
 
 def ray_cluster() -> Any:
-    """Returns the module for --ray.
-
-    Raises:
-        RequestError: its packages are missing.
-    """
+    """Returns the module for --ray; raises RequestError if its packages are missing."""
     try:
         from shoal.serve import cluster
     except ImportError as error:

@@ -70,11 +70,7 @@ class Alphabet:
 
     @staticmethod
     def of(tokenizer: Any, vocab_size: int) -> Alphabet:
-        """Returns the alphabet of a fast Transformers tokenizer.
-
-        Raises:
-            ValueError: its tokens do not write its texts.
-        """
+        """Returns a fast tokenizer's alphabet; ValueError: its tokens do not write its texts."""
         spelled = token_bytes(tokenizer)
         backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()
@@ -263,11 +259,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[int, Grammars]] = weakref.WeakKeyDic
 
 
 def grammars_of(tokenizer: Any, vocab_size: int) -> Grammars:
-    """Returns the `Grammars` of a tokenizer, made once: a large vocabulary takes a second.
-
-    Raises:
-        RequestError: see `Grammars`.
-    """
+    """Returns a tokenizer's `Grammars`, made once: a large vocabulary takes a second."""
     made = _known.setdefault(tokenizer, {})
     if vocab_size not in made:
         made[vocab_size] = Grammars(tokenizer, vocab_size)

@@ -102,11 +102,7 @@ samples of rows that draw by estimates; both; samples that differ."""
 
 
 def read_exact(exact: bool | str) -> str:
-    """Returns "" for False, "weights" for True, or the given one of `EXACT`.
-
-    Raises:
-        RequestError: for any other value.
-    """
+    """Returns "" for False, "weights" for True, or one of `EXACT`; RequestError: none of them."""
     if isinstance(exact, bool):
         return EXACT[0] if exact else ""
     if exact not in EXACT:

@@ -200,11 +200,7 @@ def without_looks(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _never(look: str) -> str:
-    """Returns a pattern of the texts that begin with none of the texts of a look.
-
-    Raises:
-        ValueError: no plain pattern can say so.
-    """
+    """Returns a pattern of the texts that begin with none of a look; ValueError: no pattern."""
     match = re.fullmatch(rf"(\.\*)?({_UNIT}+?)([*+]?)(\$?)", look)
     if match is None:
         raise ValueError(look)

@@ -206,11 +206,7 @@ class Failed(NamedTuple):
 
 
 def first_state(row: Any, start: Callable[[Any], Result]) -> Result:
-    """Returns the first state of a row.
-
-    Raises:
-        RequestError: the constraint or check raised an error.
-    """
+    """Returns the first state of a row; turns errors of constraints and checks to RequestError."""
     try:
         return start(row)
     except RequestError:

@@ -345,11 +345,7 @@ def _library() -> tuple[Any, Any]:
 
 @cache
 def server_of(language: str) -> LanguageServer:
-    """Returns the server of a language, which all requests of the process share.
-
-    Raises:
-        RequestError: pygls or the server is not installed.
-    """
+    """Returns a language's server for all requests of the process; RequestError: none installed."""
     command = SERVERS[language]
     beside = str(Path(sys.executable).parent)  # where packages that bring servers put them
     program = shutil.which(command[0], path=beside) or shutil.which(command[0])

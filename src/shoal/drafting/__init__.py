@@ -59,11 +59,7 @@ class Word:
 
 @dataclass(frozen=True)
 class File:
-    """A file; "" = none.
-
-    Attributes:
-        hint: how users make it; "" = the drafter makes it, in a directory that exists.
-    """
+    """A file ("" = none), with a `hint` how users make it ("" = the drafter does)."""
 
     hint: str = ""
     default: str = ""

@@ -90,11 +90,7 @@ class Answers:
             self._unread = min(self._unread, len(self._texts))
 
     def read(self, rows: Iterable[Row]) -> int:
-        """Reads new texts, and the places of these rows.
-
-        Returns:
-            The number of tokens that the automaton has gained.
-        """
+        """Reads new texts and the rows' places; returns how many tokens the automaton gained."""
         before = self._automaton.tokens
         if self._unopened and self._file is not None:
             self._unopened = False

@@ -241,11 +241,7 @@ class RoundKinds:
     # ── failures ──────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, error: Exception) -> str:
-        """Gives up the kind that was asked for last, or all captures if memory was short.
-
-        Returns:
-            A sentence that says which.
-        """
+        """Gives up the last kind, or all captures if memory was short; returns a sentence on it."""
         kind = self.last
         target, drafting = self._models(0 if kind is None else kind.k)
         consequence = target.passes.failed.note(kind and _as_failed(kind), error)

@@ -47,11 +47,7 @@ class Context:
 
 
 class Contexts:
-    """The rows of an engine in the drafter's tokens.
-
-    Attributes:
-        same: the drafter's ids of the tokens that it shares with the target.
-    """
+    """The rows of an engine in the drafter's tokens; `same` are its ids of shared tokens."""
 
     def __init__(self, vocabularies: Vocabularies) -> None:
         self._target, self._draft = vocabularies.target, vocabularies.draft
@@ -95,11 +91,7 @@ class Contexts:
             del self._prompts[key]
 
     def follow(self, row: Row) -> int:
-        """Reads newly committed tokens.
-
-        Returns:
-            The number of leading tokens that have not changed, drafts included.
-        """
+        """Reads committed tokens; returns how many leading ones, with drafts, are unchanged."""
         own = self.of(row)
         tokens, drafted, new = own.row.tokens, own.drafted, row.tokens[own.read :]
         if not new and not drafted:

@@ -112,11 +112,7 @@ class IndexWriter:
         self._parts.append({"tokens": len(tokens), "places": len(places), "checksum": checksum})
 
     def finish(self, tokenizer: str) -> int:
-        """Writes the rest and the description of the file; returns the number of parts.
-
-        Args:
-            tokenizer: the tokenizer's fingerprint.
-        """
+        """Writes the rest and the description, with the tokenizer; returns the number of parts."""
         self._write_part()
         about = {
             "parts": self._parts,
@@ -321,11 +317,7 @@ NOWHERE = CorpusPlace((), 0)
 
 
 class Corpus:
-    """A collection of texts in which rows are looked up.
-
-    Args:
-        index: the index of the texts.
-    """
+    """A collection of texts, and their index, in which rows are looked up."""
 
     def __init__(self, index: Index) -> None:
         self._index = index

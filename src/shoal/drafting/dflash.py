@@ -151,11 +151,7 @@ def _spread(layers: int, drafting: int) -> list[int]:
 
 
 def _form(directory: Path, config: dict[str, Any], layers: int, vocab: int) -> BlockForm:
-    """Returns the entries of a config beside those of the layers.
-
-    Raises:
-        RequestError: an entry is missing, or its value is none.
-    """
+    """Returns a config's entries but the layers' ones; raises RequestError for missing ones."""
     size, mask = whole_number(config, directory, "block_size"), config.get("mask_token_id")
     if not 2 <= size <= MOST_NODES + 1 or not isinstance(mask, int) or not 0 <= mask < vocab:
         raise RequestError(

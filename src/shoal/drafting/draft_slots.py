@@ -229,11 +229,7 @@ class DraftSlots:
         return prefix
 
     def _restore(self, row: Row, tokens: Sequence[int], prefix: Prefix | None = None) -> int:
-        """Copies the kept beginning of the tokens to the row's empty slot, or to the store.
-
-        Returns:
-            The number of tokens copied.
-        """
+        """Copies the kept beginning to the row's empty slot or to the store; returns its length."""
         if self.kept is None:
             return 0
         return self.kept.load(self._cache, row.request.owner, tokens, self.of(row), prefix)
@@ -260,11 +256,7 @@ class DraftSlots:
 
 
 class DraftMemory(KeyValueMemory):
-    """The memory of a drafter's slots, which is that of its runner's cache.
-
-    Attributes:
-        slots: the slots.
-    """
+    """The memory of a drafter's `slots`, which is that of its runner's cache."""
 
     def __init__(self, slots: DraftSlots) -> None:
         self.slots, self._own = slots, slots.runner.memory

@@ -101,11 +101,7 @@ class MedusaHeads(nn.ModuleList):
         return x if shared is None else shared(x.to(hidden.dtype))
 
     def learner(self, layers: int) -> Learner:
-        """Returns the heads with their passes.
-
-        Args:
-            layers: the number of the target's layers.
-        """
+        """Returns the heads with their passes, for a target with `layers` layers."""
         return Learner(self, _passes, chance_of_most_probable, (layers,))
 
 

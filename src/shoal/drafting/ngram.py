@@ -136,11 +136,7 @@ Context = tuple[int, ...]
 
 
 class Trigrams:
-    """The counts of tokens that followed.
-
-    Attributes:
-        table: context -> token -> count; the context that was updated last is the last.
-    """
+    """The counts: context -> token -> count, the context that was updated last at the end."""
 
     def __init__(self, k: int, limit: int) -> None:
         self._k, self._limit = k, limit

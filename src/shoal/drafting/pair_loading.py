@@ -314,11 +314,7 @@ def _check_source(role: str, source: Source | None, **options: Any) -> None:
 
 
 def _within_reach(target: Source, model: Source | None, options: PairOptions) -> LoadOptions:
-    """Returns the target's options; files are local where one of the models is.
-
-    Raises:
-        RequestError: a model is not within reach.
-    """
+    """Returns the target's options, local where a model is; RequestError: out of reach."""
     asked = options.target
     sources = (
         (target, asked.revision),

@@ -162,11 +162,7 @@ class KeyValueMemory(Protocol):
         ...
 
     def reserve(self, slots: int, capacity: int, cells: int = 0) -> None:
-        """Makes room for these slots.
-
-        Raises:
-            OutOfMemory.
-        """
+        """Makes room for these slots, or raises OutOfMemory."""
         ...
 
     def trim(self, slots: int, capacity: int, cells: int = 0) -> None:

@@ -50,11 +50,7 @@ PLACE_BYTES = 120
 
 
 class Successors:
-    """The tokens that may follow each token.
-
-    Attributes:
-        table: token -> successors and their probabilities, the most probable first.
-    """
+    """The successors and probabilities of each token in `table`, the most probable first."""
 
     def __init__(self, k: int) -> None:
         self._k = k
@@ -100,11 +96,7 @@ class Table(Protocol):
         ...
 
     def bytes(self, texts: Iterable[Sequence[int]]) -> int:
-        """Returns the memory that the table takes, in bytes.
-
-        Args:
-            texts: texts that are kept elsewhere, whose numbers do not count.
-        """
+        """Returns the bytes of the table; `texts` that are kept elsewhere do not count."""
         ...
 
 

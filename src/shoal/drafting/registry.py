@@ -108,11 +108,7 @@ def unsupported_kind(config: Mapping[str, Any]) -> Unsupported | None:
 
 
 def register(kind: DrafterKind) -> DrafterKind:
-    """Adds a drafter to the named ones.
-
-    Raises:
-        RequestError: another drafter has the name.
-    """
+    """Adds a drafter to the named ones; raises RequestError if the name is taken."""
     if _kinds.setdefault(kind.name, kind) is not kind:
         raise RequestError(f"there is a drafter {kind.name!r} already: give another name")
     return kind

@@ -139,11 +139,7 @@ def _first(most: int, nodes: Sequence[Node]) -> list[Node]:
 
 
 def shape_of(name: str, width: int, nodes: int) -> Shape:
-    """Returns the shape of this name.
-
-    Raises:
-        KeyError: there is no such shape.
-    """
+    """Returns the shape of this name; raises KeyError if there is none."""
     if name == "dyspec":
         return DySpec(nodes)
     kinds: dict[str, type[RsdC] | type[RsdS] | type[KSeq]] = {

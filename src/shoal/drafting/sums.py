@@ -249,11 +249,7 @@ class _Ends:
         return ends
 
     def finish(self, position: int) -> int:
-        """Goes on asking, from a position on, for the guesses alone.
-
-        Returns:
-            The number of positions that were looked at in all.
-        """
+        """Goes on asking for guesses from a position on; returns the positions looked at in all."""
         if self._stop is None:
             return max(position, *self.lengths, 1)
         while max(self.lengths) > position or not position:

@@ -69,11 +69,7 @@ class TextDrafter(Drafter):
 
     @abstractmethod
     def read(self, rows: Sequence[Row]) -> int:
-        """Reads the new tokens of the rows that are drafted for, prompts included.
-
-        Returns:
-            The number of tokens read.
-        """
+        """Reads the new tokens, prompts included, of drafted rows; returns their number."""
 
     @abstractmethod
     def guess(self, row: Row, length: int) -> Guess:

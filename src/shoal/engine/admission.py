@@ -269,11 +269,7 @@ class SlotRows:
         return [*free, *self.store.prefixes]
 
     def state(self, computed: Sequence[Row]) -> CacheState:
-        """Returns the content of the caches, for `decide`.
-
-        Args:
-            computed: the rows whose prompts are completed in this round.
-        """
+        """Returns the caches' content for `decide`, with the prompts `computed` in the round."""
         completed = {row.group for row in computed}
         return CacheState(tuple(self.rows), tuple(self.groups), self.store, completed)
 

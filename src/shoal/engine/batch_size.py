@@ -76,11 +76,7 @@ class BatchSize(Protocol):
         """
 
     def learn(self, rows: int, committed: int, seconds: float) -> None:
-        """Learns from a round.
-
-        Args:
-            seconds: the time of the round, without prompts.
-        """
+        """Learns from a round and its `seconds` without prompts."""
 
 
 class FixedBatchSize:
@@ -238,11 +234,7 @@ class BatchSizes:
         self._by_pair: WeakKeyDictionary[Any, dict[str, AutoBatchSize]] = WeakKeyDictionary()
 
     def of(self, max_batch: int | str, pair: object, lookahead: object) -> BatchSize:
-        """Returns the batch size for a user's `max_batch`.
-
-        Raises:
-            RequestError: it is neither "auto" nor an integer from 1 on.
-        """
+        """Returns the batch size for a user's `max_batch`, checked by `require_max_batch`."""
         if isinstance(require_max_batch(max_batch), int):
             return FixedBatchSize(int(max_batch))
         name = (
@@ -254,20 +246,12 @@ class BatchSizes:
 
 
 def batch_size_of(max_batch: int | BatchSize) -> BatchSize:
-    """Returns the batch size; a number becomes a `FixedBatchSize`.
-
-    Raises:
-        RequestError: the number is below 1.
-    """
+    """Returns the batch size, a number as a `FixedBatchSize`, or raises RequestError below 1."""
     return FixedBatchSize(max_batch) if isinstance(max_batch, int) else max_batch
 
 
 def require_max_batch(value: object) -> int | str:
-    """Checks a `max_batch` that a user gives, and returns it.
-
-    Raises:
-        RequestError: it is neither "auto" nor an integer from 1 on.
-    """
+    """Returns a user's `max_batch`; raises RequestError but for "auto" and integers above 0."""
     if value == "auto" or (isinstance(value, int) and value >= 1):
         return value  # type: ignore[return-value]
     raise RequestError(f"max_batch must be 'auto' or an integer >= 1, got {value!r}")

@@ -180,11 +180,7 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
 
 
 def _after(check: Any, state: Any, token: int) -> Any:
-    """Returns the state of a check after a token that it let pass.
-
-    Raises:
-        RequestError: the check fails, or now refuses the token.
-    """
+    """Returns a check's state after a token that it let pass; RequestError: it fails now."""
     try:
         after = check.after(state, token)
     except Exception as error:
@@ -198,11 +194,7 @@ def _after(check: Any, state: Any, token: int) -> Any:
 
 
 def _meets_criterion(row: Row) -> bool:
-    """Returns True if a stopping criterion of the row says that it has ended.
-
-    Raises:
-        RequestError: a criterion fails.
-    """
+    """Returns True if a row's stopping criterion says that it has ended, RequestError: it fails."""
     ids = torch.tensor([row.tokens])
     for criterion in row.request.criteria:
         try:

@@ -179,11 +179,7 @@ class Detokenizer:
             self._extend(final=True)
 
     def _extend(self, *, final: bool) -> str:
-        """Decodes the new ids together with those before them.
-
-        Returns:
-            The text held back, because its last character is incomplete.
-        """
+        """Decodes the new ids with those before; returns the text held back, an incomplete end."""
         if self._prefix < 0:
             self._begin()
         before = self._decode(self._ids[self._prefix : self._read])

@@ -166,11 +166,7 @@ class Batch:
     def cut(
         self, rows: Iterable[Row], reason: str, error: ShoalError | None = None
     ) -> list[Commit]:
-        """Ends the rows that have not ended, between two rounds.
-
-        Returns:
-            Their commits, with the samples so far.
-        """
+        """Ends the rows that have not ended, between two rounds; returns their commits."""
         unfinished = [
             row
             for row in dict.fromkeys(rows)

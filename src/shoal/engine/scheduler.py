@@ -142,11 +142,7 @@ class Scheduler:
         self._deadlines.add([row])
 
     def refuse(self, round_: ScheduledRound) -> list[Row]:
-        """Removes the rows that a round admits or goes on prefilling, with their prompts.
-
-        Returns:
-            These rows.
-        """
+        """Removes and returns the rows, with prompts, that a round admits or goes on prefilling."""
         groups = {chunk.row.group for chunk in round_.chunks}
         self.slots.forget_groups(groups)
         rows = list(

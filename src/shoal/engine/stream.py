@@ -135,11 +135,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
             self._engine = None
 
     def result(self) -> Result:
-        """Returns all samples, prompt by prompt, and the counts and times of the run.
-
-        Raises:
-            RequestError: rows are still running.
-        """
+        """Returns the samples by prompt, counts and times; RequestError: rows are still running."""
         running = sum(map(len, self.rows)) - len(self._samples)
         if running:
             raise RequestError(

@@ -64,11 +64,7 @@ class Waiting:
         self._count += 1
 
     def remove(self, row: Row) -> None:
-        """Removes a row.
-
-        Raises:
-            KeyError: the row is not in the queue.
-        """
+        """Removes a row; raises KeyError if it is not in the queue."""
         turns = self._calls[row.call]
         turns.remove(row)
         self._count -= 1
@@ -117,11 +113,7 @@ class Turns:
         self._rows[self._before, row.group] = row
 
     def remove(self, row: Row) -> None:
-        """Removes a row.
-
-        Raises:
-            KeyError: the row is not here.
-        """
+        """Removes a row; raises KeyError if it is not here."""
         del self._rows[self._turns.pop(row), row.group]
 
     def first(self, cached: Iterable[int]) -> Row:
@@ -263,11 +255,7 @@ class Fairness:
         self._tokens[row.call] += tokens / row.request.weight
 
     def first(self, calls: Iterable[int]) -> int:
-        """Returns the call whose row is next.
-
-        Args:
-            calls: the calls that wait, in the order in which they came.
-        """
+        """Returns the call, of those that wait in the order of their coming, whose row is next."""
         return (
             next(iter(calls)) if self._quantum is None else min(calls, key=self._tokens.__getitem__)
         )

@@ -67,11 +67,7 @@ class ExportFormat:
     whole: bool = False
 
     def check(self, set_name: str, problems: Sequence[Problem]) -> None:
-        """Checks, before anything is computed, that the evaluator has the problems.
-
-        Raises:
-            RequestError: the evaluator does not have them.
-        """
+        """Raises RequestError, before anything is computed, if the evaluator lacks the problems."""
         known = self.sets.get(set_name)
         if known is None:
             raise RequestError(

@@ -35,11 +35,7 @@ INK = "#808080"  # of the page's figure: readable on light and dark backgrounds
 
 
 def require_matplotlib() -> Any:
-    """Imports the plotting module.
-
-    Raises:
-        RequestError: it is not installed; the message tells how to install it.
-    """
+    """Imports the plotting module, or raises RequestError with the way to install it."""
     try:
         import matplotlib
     except ImportError:

@@ -380,11 +380,7 @@ def _named_tuple(name: str, fields: Any, values: Any) -> Any:
 
 
 def _builtin_type(name: str, base: Any = object) -> Any:
-    """Returns the type of Python of that name.
-
-    Raises:
-        TypeError: there is none, or it is not of that base.
-    """
+    """Returns Python's type of that name and base, or raises TypeError."""
     kind = getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, base)):
         raise TypeError(f"{name!r} is no type of Python")

@@ -288,11 +288,7 @@ class ProblemRun:
 
 
 def plan(run: ProblemRun) -> None:
-    """Searches for a program that passes all public tests, or decodes by looking ahead.
-
-    Raises:
-        RequestError: the prompt cannot be continued.
-    """
+    """Searches for a program that passes all public tests, or decodes by looking ahead."""
     config = run.config
     tree = TokenTree(config.width, config.entropy)
     if config.horizon is not None:

@@ -68,11 +68,7 @@ def _send(connection: socket.socket, message: Any) -> None:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """Returns the next message.
-
-    Raises:
-        EOFError: there are no more messages.
-    """
+    """Returns the next message; raises EOFError after the last."""
     return json.loads(_read(connection, *_LENGTH.unpack(_read(connection, _LENGTH.size))))
 
 
@@ -228,11 +224,7 @@ class SentRecord:
 
 
 class Objects:
-    """Makes the objects of a completion, of the classes of the prompt, or as records.
-
-    Args:
-        classes: the classes of the prompt by name.
-    """
+    """Makes a completion's objects, of the prompt's `classes` by name or as records."""
 
     def __init__(self, classes: dict[str, Any]) -> None:
         self._classes = classes

@@ -175,11 +175,7 @@ class _Command:
         }
 
     def _watch(self) -> str:
-        """Waits for the end of the command.
-
-        Returns:
-            The reason that it ended: "exit", "stopped", or the exceeded bound.
-        """
+        """Waits for the command's end; returns why: "exit", "stopped" or the bound exceeded."""
         pause, longest = POLL_SECONDS
         while True:
             stopped = not self._read_pipes(pause)
@@ -199,11 +195,7 @@ class _Command:
             )  # checks take a tenth of a core
 
     def _read_pipes(self, seconds: float) -> bool:
-        """Reads the output, and waits for it at most that long.
-
-        Returns:
-            False if standard input has ended: the answer is not wanted any more.
-        """
+        """Reads output, at most that long; False once standard input ended: nobody wants it."""
         ready, _, _ = select.select([0, *self.pipes], [], [], seconds)
         for pipe in set(ready) - {0}:
             chunk = os.read(pipe, 2**16)
@@ -247,11 +239,7 @@ class _Command:
 
 
 def _start(command: list[str], group: str, uid: int | None) -> tuple[int, dict[int, str]]:
-    """Starts the command, in its cgroup if it has one.
-
-    Returns:
-        Its process id, and the pipes that it writes to, by their descriptors.
-    """
+    """Starts the command, in its cgroup if any; returns its id and its pipes by descriptor."""
     pipes = {
         name: os.pipe() for name in ("report", "stdout", "stderr")
     }  # their writing ends are 4 or more

@@ -337,11 +337,7 @@ def _reject_arguments_not_passed() -> None:
 
 
 def _validate(config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Refuses a decoding method, outputs or inputs that shoal does not have.
-
-    Raises:
-        RequestError: there is one.
-    """
+    """Raises RequestError for a decoding method, outputs or inputs that shoal does not have."""
     mode = config.get_generation_mode()
     if mode not in MODES:
         raise RequestError(

@@ -108,11 +108,7 @@ class Controller(ABC):
         """
 
     def repeat(self, rows: Sequence[Row]) -> list[int]:
-        """Returns the lengths of a round that was launched ahead, as `steady` allowed.
-
-        Args:
-            rows: the rows that are left of the last round.
-        """
+        """Returns the lengths of a round ahead, as `steady` allowed, for the `rows` left."""
         return self.lengths(rows, 0)
 
     @abstractmethod

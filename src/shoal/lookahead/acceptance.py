@@ -55,11 +55,7 @@ class Frequencies:
         )
 
     def rates(self, prior: Array | float | None = None) -> Array:
-        """Returns the hit rate of each bin.
-
-        Args:
-            prior: the rate of a bin without trials; None = the prior of the constructor.
-        """
+        """Returns the hit rate of each bin, `prior` (None: the constructor's) without trials."""
         prior = self._prior if prior is None else prior
         return (self._hits + self._weight * prior) / (self._trials + self._weight)
 

@@ -119,11 +119,7 @@ MAX_LENGTH = 64
 
 
 class Fixed:
-    """A controller with draft length k in every round.
-
-    Raises:
-        RequestError: k is not in 0..64.
-    """
+    """A controller with draft length k, 0..64, in every round."""
 
     def __init__(self, k: int) -> None:
         if not 0 <= k <= MAX_LENGTH:

@@ -332,11 +332,7 @@ class PairCosts:
         return self.seconds_starting(rows) + (steps - 1) * self.seconds_step(rows)
 
     def positions(self, drafted: Sequence[int]) -> int:
-        """Returns the positions of a target pass.
-
-        Args:
-            drafted: the number of drafted nodes of each row.
-        """
+        """Returns the positions of a target pass over rows with `drafted` nodes each."""
         rows = len(drafted)
         return rows + (sum(drafted) if self.packed else rows * max(drafted))
 

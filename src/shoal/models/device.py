@@ -166,11 +166,7 @@ def event_for(device: torch.device) -> Any:
 
 
 class Moments:
-    """A list of moments in the work of a device, which can be noted again and again.
-
-    Args:
-        count: the number of moments.
-    """
+    """A list of `count` moments in a device's work, which can be noted again and again."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self._device = device
@@ -251,11 +247,7 @@ class RunnerCounts:
         self._spans = Spans(device)
 
     def timed(self, name: str) -> _TimedPass:
-        """Returns the context of one pass, which is timed and counted if it succeeds.
-
-        Args:
-            name: the name of the model, for a lack of memory.
-        """
+        """Returns the context of a pass, timed and counted on success; `name` is for errors."""
         return _TimedPass(self, name)
 
     def add(self, passes: int, seconds: float, executor: str) -> None:

@@ -87,11 +87,7 @@ SUFFIXES = (".safetensors", ".bin", ".gguf", ".json", ".py")
 
 
 class KeptChecks:
-    """The kept results of one model's checks.
-
-    Args:
-        place: the file of the results; None keeps nothing.
-    """
+    """The kept results of one model's checks, in the file `place`, or nowhere (None)."""
 
     def __init__(self, place: Path | None = None) -> None:
         self._place = place

@@ -78,11 +78,7 @@ class Ranks:
     # ── rank 0 ────────────────────────────────────────────────────────────────────────────────────
 
     def number(self) -> int:
-        """Returns a new number for an object that all ranks have.
-
-        Raises:
-            OutOfStep: an earlier block failed.
-        """
+        """Returns a new number for an object of all ranks; OutOfStep: an earlier block failed."""
         self._require_in_step()
         return next(self._numbers)
 
@@ -194,11 +190,7 @@ class Ranks:
 
 
 def pass_seconds() -> float:
-    """Returns the seconds that a rank waits within a pass.
-
-    Raises:
-        RequestError: the variable is not a number of seconds.
-    """
+    """Returns the seconds that a rank waits within a pass; RequestError: they are no number."""
     text = os.environ.get(VARIABLE, "") or PASS_SECONDS
     try:
         seconds = float(text)

@@ -148,11 +148,7 @@ class Runner(ModelFacts):
         self.vectors = vectors.to(self.device, self.dtype).contiguous()
 
     def fork(self, ordinary: bool = False) -> Runner:
-        """Returns the same model for one engine, with a cache and counters of its own.
-
-        Args:
-            ordinary: True = no round of it is captured.
-        """
+        """Returns the model for one engine, with its cache, counters and rounds (`ordinary`)."""
         other = self._copied()
         other.device, other.dtype = self.hf.device, self.hf.dtype
         other.counts = RunnerCounts(other.device)  # which may have moved
@@ -300,11 +296,7 @@ class Runner(ModelFacts):
             return output.logits
 
     def _ordinary(self, batch: PassBatch) -> PassOutput:
-        """Computes a pass by the first of `executors` that does not refuse it.
-
-        Raises:
-            UnsupportedModel: all executors refuse the batch.
-        """
+        """Computes a pass by the first executor that takes it; UnsupportedModel: none does."""
         self.cache.begin(batch.plan)
         executor, refusals = first_of(self.executors, batch)
         if executor is None:

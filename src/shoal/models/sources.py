@@ -196,11 +196,7 @@ def require_source(
 def weight_files(
     source: str | Path, revision: str | None = None, local_files_only: bool = False
 ) -> list[Path]:
-    """Checks that a model is available, and returns the files of its weights on this machine.
-
-    Raises:
-        RequestError: see `require_source`.
-    """
+    """Returns the files of a model's weights on this machine, checked by `require_source`."""
     require_source(source, revision, local_files_only)
     file = gguf_of(source, revision, local_files_only)
     if file is not None:

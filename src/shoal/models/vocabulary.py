@@ -262,11 +262,7 @@ def most_used(
 
 
 def save_trim(directory: Path, ids: Sequence[int], tokenizer: Any) -> Path:
-    """Writes the file beside a drafter, and returns its path.
-
-    Args:
-        ids: the drafter's ids that its head keeps.
-    """
+    """Writes the `ids` that a drafter's head keeps to a file beside it; returns its path."""
     path = directory / TRIM_FILE
     write_synced(path, json.dumps({"vocabulary": fingerprint(tokenizer), "kept": list(ids)}) + "\n")
     return path

@@ -101,11 +101,7 @@ CARRIED = Path(__file__).with_name("carried")
 
 
 def library() -> ctypes.CDLL:
-    """Returns the kernels.
-
-    Raises:
-        NotBuilt: there are none.
-    """
+    """Returns the kernels; raises NotBuilt if there are none."""
     attempt = _attempt()
     if isinstance(attempt, str):
         raise NotBuilt(attempt)
@@ -137,11 +133,7 @@ def _attempt() -> tuple[ctypes.CDLL, str] | str:
 
 
 def _chosen() -> tuple[ctypes.CDLL, str]:
-    """Returns the kernels of this machine with a remark; starts to compile better ones if need be.
-
-    Raises:
-        NotBuilt: none can be had.
-    """
+    """Returns the kernels with a remark; compiles better ones meanwhile; or raises NotBuilt."""
     asked, faults = os.environ.get("SHOAL_MARCH", ""), list[str]()
     carried = _carried([asked], faults) if asked else None
     own: _Own | None = None
@@ -312,11 +304,7 @@ def _workplace(folder: Path | None) -> Path:
 
 
 def loaded(place: Path) -> ctypes.CDLL:
-    """Loads the library, with the functions' types for Python.
-
-    Raises:
-        NotBuilt: it does not load, or lacks a function.
-    """
+    """Loads the library, with types for Python; raises NotBuilt if functions are missing."""
     try:
         made = ctypes.CDLL(str(place))
         for suffix in SUFFIXES.values():

@@ -74,11 +74,7 @@ def digest_of(texts: Mapping[str, bytes]) -> str:
 
 
 def compiler() -> list[str]:
-    """Returns the command of the C compiler.
-
-    Raises:
-        NotBuilt: there is none.
-    """
+    """Returns the command of the C compiler; raises NotBuilt if there is none."""
     candidates = (
         os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     )
@@ -90,11 +86,7 @@ def compiler() -> list[str]:
 def compiled(
     texts: Mapping[str, bytes], folder: Path, command: Sequence[str], flags: Sequence[str]
 ) -> Path:
-    """Compiles sources into a library in that folder.
-
-    Raises:
-        NotBuilt: the compiler failed.
-    """
+    """Compiles sources into a library in that folder; raises NotBuilt if that fails."""
     for name, text in texts.items():
         Path(folder, name).write_bytes(text)
     made = Path(folder, "kernels.so")

@@ -43,11 +43,7 @@ from shoal.types.trees import DraftTree
 
 
 class ClassOdds:
-    """The log-odds of the expert's class against the guide's, along the drafts of a round.
-
-    Args:
-        tree: its drafts.
-    """
+    """The log-odds of the expert's class against the guide's, along the drafts of a `tree`."""
 
     def __init__(self, rows: Sequence[Row], tree: DraftTree) -> None:
         drafts = zip(rows, tree.drafts, tree.parents, tree.depths, strict=True)

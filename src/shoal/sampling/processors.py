@@ -106,11 +106,7 @@ def _copy(processor: Any) -> Any:
 
 
 def _outputs(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> list[Tensor]:
-    """Calls the processors in their order, each on the output of the one before it.
-
-    Returns:
-        The output of each processor, float32 [1, vocab].
-    """
+    """Returns each processor's output, float32 [1, vocab], of the one's before it."""
     outputs: list[Tensor] = []
     for processor in processors:
         before = outputs[-1] if outputs else scores

@@ -243,11 +243,7 @@ class UniformsAhead:
         return self._from_table(rows, width, by_round)
 
     def of_rounds(self, rows: Sequence[Row], rounds: int, numbered: bool) -> Tensor:
-        """Returns the uniforms of the next plain rounds, at most `AHEAD`, [rows, rounds, ...].
-
-        Args:
-            numbered: see `of_round`.
-        """
+        """Returns uniforms of up to `AHEAD` plain rounds (see `of_round`), [rows, rounds, ...]."""
         return self._from_table(rows, rounds, numbered and self._rule.numbers_rounds)
 
     def _from_table(self, rows: Sequence[Row], width: int, by_round: bool) -> Tensor:

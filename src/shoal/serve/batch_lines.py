@@ -64,11 +64,7 @@ class BatchLine:
         return digest(self.text.strip())
 
     def request(self) -> tuple[str, Json]:
-        """Returns the API's path, and the fields of the request.
-
-        Raises:
-            ApiError: for any error outside of the fields.
-        """
+        """Returns the API's path and the request's fields; raises ApiError for other errors."""
         try:
             fields = read_json(self.text)
         except (ValueError, RecursionError) as error:
@@ -150,11 +146,7 @@ def _line(number: int, text: str) -> BatchLine:
 
 
 def _unwrapped(fields: Json) -> tuple[str, Json]:
-    """Returns path and fields of one of OpenAI's batch lines.
-
-    Raises:
-        LineError: the line is invalid.
-    """
+    """Returns path and fields of one of OpenAI's batch lines; raises LineError for a bad one."""
     if unknown := [name for name in fields if name not in ENVELOPE and fields[name] is not None]:
         raise LineError(
             400,
@@ -240,11 +232,7 @@ reasons."""
 
 @dataclass(frozen=True)
 class LineBlock:
-    """The lines that one worker answers, all or none.
-
-    Attributes:
-        deaths: the number of workers that died with this block, if it has one line.
-    """
+    """The lines that one worker answers, all or none; `deaths` counts those of a single line."""
 
     lines: tuple[BatchLine, ...]
     deaths: int = 0

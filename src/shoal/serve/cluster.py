@@ -302,11 +302,7 @@ def _logged(log: LogConfig) -> Iterator[None]:
 
 
 def _listen(host: str, port: int) -> tuple[int, bool]:
-    """Starts Ray Serve unless it runs already.
-
-    Returns:
-        Its port, and True if it was started here.
-    """
+    """Starts Ray Serve unless it runs; returns its port, and True if it was started here."""
     running = _get_global_client(raise_if_no_controller_running=False)
     if running is None:
         with bind(host, port) as free:

@@ -54,11 +54,7 @@ def main() -> None:
 
 
 class ProbedAlphabet:
-    """The vocabulary of `shoal.constraints.compiler.Alphabet`, without its tokenizer.
-
-    Args:
-        setup: the description of that alphabet.
-    """
+    """The vocabulary of a described `Alphabet` (`shoal.constraints`), without a tokenizer."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.tokens = [text.encode("latin-1") for text in setup["tokens"]]

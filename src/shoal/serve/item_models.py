@@ -340,11 +340,7 @@ class ResponsesRequest(SampledRequest):
         return said
 
     def chat(self) -> ChatRequest:
-        """Returns the request of /v1/chat/completions with the same meaning.
-
-        Raises:
-            ApiError: it asks for log-probabilities beside calls.
-        """
+        """Returns the chat of the same meaning; ApiError: log-probabilities beside calls."""
         logprobs = LOGPROBS in (self.include or ())
         if logprobs and self.functions and self.tool_choice != "none":
             raise ApiError(

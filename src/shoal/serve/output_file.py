@@ -75,11 +75,7 @@ class OutputFile:
             raise
 
     def _keep(self, number: int, text: bytes) -> None:
-        """Registers an answer of an earlier run.
-
-        Raises:
-            RequestError: this run could not have written it.
-        """
+        """Registers an answer of an earlier run; RequestError: it is not of such a run."""
         where = f"{self._path}:{number}"
         try:
             entry = json.loads(text)

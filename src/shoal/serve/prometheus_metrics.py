@@ -119,11 +119,7 @@ class Metrics:
         )
 
     def collect_from(self, worker: Worker, model: str) -> None:
-        """Adds the figures of the worker's engine.
-
-        Args:
-            model: the name that is served.
-        """
+        """Adds the figures of the worker's engine under the served name `model`."""
         engine = worker.thread.engine
         drafter = "" if engine.drafter is None else name_of(engine.drafter)
         about = {
@@ -277,11 +273,7 @@ def _by_executor(passes: Mapping[str, Mapping[str, int]]) -> Metric:
 
 
 class Timeline:
-    """The times of a request's rows; the engine thread's own.
-
-    Args:
-        rows: the number of rows.
-    """
+    """The times of a request's rows, for the engine thread alone."""
 
     def __init__(self, rows: int) -> None:
         self._started = False

@@ -78,22 +78,14 @@ class PromptEncoder:
         return tuple(encoded_plain(partial(self._tokenizer.encode, add_special_tokens=False), text))
 
     def decode(self, ids: Sequence[int], field: str) -> str:
-        """Returns the text of a field's ids, special tokens included.
-
-        Raises:
-            ApiError: an id is not in the vocabulary.
-        """
+        """Returns the text of a field's ids, with special tokens; ApiError: an unknown id."""
         if ids and max(ids) >= self._vocab_size:
             message = f"{field} must be in 0..{self._vocab_size - 1}, got {max(ids)}"
             raise ApiError(400, message, param=field, code="invalid_value")
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def shown_tokens(self, request: BaseRequest) -> frozenset[int]:
-        """Returns the special tokens that the request's texts show.
-
-        Raises:
-            ApiError: the tokenizer cannot write them as the request wants.
-        """
+        """Returns the special tokens that the request's texts show, or raises ApiError."""
         if request.skip_special_tokens is not False:
             return frozenset()
         special = special_tokens(self._tokenizer)
@@ -195,11 +187,7 @@ class PromptEncoder:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def template(self, *, tools: bool) -> str | None:
-        """Returns the chat template of chats with or without tools.
-
-        Raises:
-            RequestError: see `chat_template_of`.
-        """
+        """Returns the template of chats with or without tools; see `chat_template_of`."""
         return self._given_template or chat_template_of(self._tokenizer, tools=tools)
 
     def write(

@@ -180,11 +180,7 @@ size."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket for `run`; port 0 = any free one.
-
-    Raises:
-        RequestError: the address is in use, or not one of this machine.
-    """
+    """Returns a socket for `run`, port 0 any free one; RequestError: the address is not ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -160,11 +160,7 @@ class Submission:
         )
 
     async def updates(self, silence: float = math.inf) -> AsyncIterator[RowUpdate | None]:
-        """Yields all updates, and None after each `silence` seconds without an update.
-
-        Raises:
-            Exception: the error that ended all rows.
-        """
+        """Yields all updates, None after `silence` seconds; raises an error that ended all rows."""
         while self.open:
             updates: list[RowUpdate] | Exception | None = None
             with anyio.move_on_after(silence):

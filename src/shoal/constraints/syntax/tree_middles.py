@@ -155,11 +155,7 @@ class Fault(NamedTuple):
 
 @lru_cache(maxsize=len(GRAMMARS))
 def tree_sitter_language(name: str) -> Any:
-    """Returns tree-sitter's language of one of `GRAMMARS`.
-
-    Raises:
-        RequestError: a package is not installed.
-    """
+    """Returns tree-sitter's language of one of `GRAMMARS`; RequestError: a package is missing."""
     module, function = GRAMMARS[name]
     try:
         tree_sitter, grammar = import_module("tree_sitter"), import_module(module)

@@ -283,11 +283,7 @@ class AttentionInputs:
 
     @property
     def plan(self) -> Plan:
-        """The layout of an ordinary pass, with its numbers on the host.
-
-        Raises:
-            InternalError: in a captured pass, which has no plan.
-        """
+        """The layout of an ordinary pass, on the host; raises InternalError in a captured pass."""
         if not isinstance(self.masks.layout, Plan):
             raise InternalError("this attention method does not work in captured passes")
         return self.masks.layout

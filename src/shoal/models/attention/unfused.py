@@ -56,11 +56,7 @@ class Shared:
 
 
 def bifurcated(inputs: AttentionInputs) -> Tensor:
-    """Attends in one call for all tails, and one for each prompt.
-
-    Returns:
-        [rows, q, heads, value dim].
-    """
+    """Attends in one call for all tails, one per prompt; [rows, q, heads, value dim]."""
     rows, heads, q, dim = inputs.query.shape
     kv_heads, fold = inputs.key.shape[1], inputs.group
     query = inputs.query.reshape(rows, kv_heads, fold * q, dim)
@@ -77,11 +73,7 @@ def bifurcated(inputs: AttentionInputs) -> Tensor:
 
 
 def _prompt(query: Tensor, shared: Shared, inputs: AttentionInputs) -> Part:
-    """Computes the attention of one group's rows to their prompt.
-
-    Args:
-        query: [rows, kv heads, fold * q, dim].
-    """
+    """Attends one group's query, [rows, kv heads, fold * q, dim], to their prompt."""
     assert inputs.shared_key is not None
     assert inputs.shared_value is not None
     rows, kv_heads, folded, dim = query.shape
@@ -228,11 +220,7 @@ def _explicit(
 
 
 def split(inputs: AttentionInputs) -> Tensor:
-    """Attends row by row at exact lengths.
-
-    Returns:
-        [rows, q, heads, value dim]; unused query columns are zero.
-    """
+    """Attends row by row at exact lengths; [rows, q, heads, value dim], unused columns zero."""
     if inputs.shared_key is not None:
         return bifurcated(inputs)
     plan = inputs.plan

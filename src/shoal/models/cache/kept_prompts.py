@@ -65,11 +65,7 @@ class _Root(_PrefixNode):
 
 
 class PrefixTree:
-    """The prefixes of token ids and the cells that hold them.
-
-    Args:
-        capacity: number of cells, 0 .. capacity - 1.
-    """
+    """The prefixes of token ids and the cells, below `capacity`, that hold them."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

@@ -56,11 +56,7 @@ def eager(run: Run) -> Run:
 
 
 class Graphs:
-    """The executor that captures the CUDA graphs of one generation.
-
-    Args:
-        device: device of the buffers.
-    """
+    """The executor, on one device, that captures the CUDA graphs of one generation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -158,11 +158,7 @@ class Block:
         return self.positions - self.bounds[2][:, None]
 
     def placed(self, plan: Plan, capacity: int) -> Array:
-        """Returns the numbers of a block whose rows, all of them chains, are where the plan says.
-
-        Returns:
-            [`size`] int64 on the host.
-        """
+        """Returns the numbers of a block of chains in the plan's places, [`size`] int64 (host)."""
         widths = (tuple(plan.counts), tuple(plan.offsets), tuple(plan.bases), capacity)
         if widths not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:
@@ -255,11 +251,7 @@ class View(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes [rows, heads, q, dim] to the block's cells.
-
-        Returns:
-            All keys and values, [rows, heads, keys, dim].
-        """
+        """Writes [rows, heads, q, dim] to a block's cells; returns [rows, heads, keys, dim]."""
         self._layer = layer_idx
         keys, values, *_ = self._stores[layer_idx]
         return self._stored(keys, key_states), self._stored(values, value_states)
@@ -296,11 +288,7 @@ class View(Cache):
         return [store for stores in self._stores for store in stores[:2]]
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of the bucket's rows in a layer.
-
-        Returns:
-            [rows, heads, keys, dim] each.
-        """
+        """Returns a layer's keys and values of the bucket's rows, [rows, heads, keys, dim] each."""
         keys, values = self.stores(layer)
         return self._of_rows(keys), self._of_rows(values)
 

@@ -266,11 +266,7 @@ class Captures:
         return side_by_side and fits and (self.knows_prefixes or not plan.shares)
 
     def forward(self, view: View) -> Tensor:
-        """Computes the model over a block: a function of the view's tensors alone.
-
-        Returns:
-            Logits [rows, q, vocab].
-        """
+        """Computes logits [rows, q, vocab] of a block: a function of the view's tensors alone."""
         self.share(view.block)
         view.masks.clear()
         logits = self._bridge.static_logits(view.block.tokens, view.block.positions, view)

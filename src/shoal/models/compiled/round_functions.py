@@ -157,11 +157,7 @@ class RoundFunctions:
     # ── the functions ─────────────────────────────────────────────────────────────────────────────
 
     def drafted(self) -> tuple[Tensor, ...]:
-        """Computes the steps of the drafter; drafts go into `tokens`.
-
-        Returns:
-            The tensors that were asked for of each step.
-        """
+        """Computes the drafter's steps into `tokens`; returns the tensors asked for of each."""
         kind, drafter = self.kind, self._drafter
         assert drafter is not None
         first, later = self._views["first"], self._views["later"]

@@ -132,11 +132,7 @@ class Sequences(SlotCache):
         return RowState(data[:HEAD], caches, states, slot, self._size[0], self.lengths[slot])
 
     def restore(self, slot: int, state: RowState, length: int) -> None:
-        """Restores the first `length` tokens of a slot from a state.
-
-        Raises:
-            OutOfMemory: there is no room for them.
-        """
+        """Restores a slot's first `length` tokens from a state; raises OutOfMemory without room."""
         self._settle()
         _write(self.context, slot, state.for_sequences(self._size[0]))
         self._stored[slot], self.lengths[slot] = state.length, length
@@ -221,11 +217,7 @@ def _make_context(model: GgufModel, slots: int, room: int, snapshots: int) -> An
 
 
 def _write(context: Any, slot: int, state: bytes) -> None:
-    """Makes the tokens of a slot those that were written down of another slot.
-
-    Raises:
-        OutOfMemory: there is no room for them.
-    """
+    """Copies the tokens written down of another slot; raises OutOfMemory without room."""
     buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
     if not library().llama_state_seq_set_data(context, buffer, len(state), slot):
         raise OutOfMemory(

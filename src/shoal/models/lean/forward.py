@@ -27,11 +27,7 @@ from shoal.native.build import SUFFIXES, library
 
 
 class NativeKernels:
-    """The kernels for one decoder; a call begins a pass.
-
-    Raises:
-        NotBuilt: see `shoal.native.build`.
-    """
+    """The kernels for one decoder; a call begins a pass. Raises NotBuilt without kernels."""
 
     def __init__(self, decoder: Decoder) -> None:
         kernels = library()

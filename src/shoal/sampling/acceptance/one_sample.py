@@ -178,11 +178,7 @@ def _agreeing_path(
 
 
 def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor) -> Verdict:
-    """Decides by `exact_match` of a sample per column, drawn from p there.
-
-    Args:
-        uniforms: by depth, [rows, depth of the tree + 1, ...].
-    """
+    """Decides by `exact_match` of samples from p; uniforms by depth, [rows, depth + 1, ...]."""
     uniforms = tree.by_column(uniforms)
     verdict = by_kernel(tree, scores, sampler, uniforms, rejection=False)
     return exact_match(tree, *scores.draw(sampler, uniforms)[:2]) if verdict is None else verdict

@@ -4,7 +4,7 @@
 #   PIP_ARGS='...'             further arguments for pip, such as --extra-index-url for an index of CPU wheels of torch
 #   TORCH=torch==2.13.0        exactly this torch; otherwise a machine without an NVIDIA GPU gets a CPU build, and the
 #                              install stops with advice if it finds none, rather than fetch gigabytes of CUDA
-#   PART=2                     which part of the slow tests `make test-turn` runs, 1 to 4; otherwise that of the day
+#   PART=2                     which part of the slow tests `make test-turn` runs, 1 to 7; otherwise that of the day
 #   PYTEST_ARGS='-k accept'    further arguments for pytest
 #   BENCH_ARGS='--regret'      arguments of `shoal bench`; BENCH_ARGS=--help lists them
 
@@ -39,7 +39,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --durations=15
 test: $(DEV) ## the tests, without those marked as slow
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-turn: $(DEV) ## the tests, and of those marked as slow a fourth, each day another (PART=2 for one of them), as CI does
+test-turn: $(DEV) ## the tests, and of those marked as slow a seventh, each day another (PART=2 for one of them), as CI does
 	@$(PYTEST) --slow-part $(PART) $(PYTEST_ARGS)
 
 test-all: $(DEV) ## all tests

@@ -33,12 +33,11 @@ needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton 3.6 is not in
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.limit(1200)
-def test_the_cases_in_the_interpreter() -> None:
-    """In one process, whose start takes long: attention (`fused_cases.py`), layers, whole models, steps."""
-    cases = ["fused_cases.py", "layers_cases.py", "layer_models_cases.py", "steps_cases.py"]
-    places = [str(Path(__file__).with_name(name)) for name in cases]
+@pytest.mark.parametrize("cases", ["fused", "layers", "layer_models", "steps"])
+def test_the_cases_in_the_interpreter(cases: str) -> None:
+    """Attention, layers, whole models, steps: each file in a process of its own."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *places],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).with_name(f"{cases}_cases.py")],
         env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr

@@ -1,6 +1,6 @@
 """Which tests run: those marked as slow in parts, and of some parametrized tests one case among the quick ones.
 
-`--slow-part 2` runs the tests that are not slow, and a fourth of the others; `--slow-part turn`, as CI has it, the part of the day.
+`--slow-part 2` runs the tests that are not slow, and a seventh of the others; `--slow-part turn`, as in CI, the part of the day.
 The name of a test alone decides its part: a new test moves no other.
 
 `@pytest.mark.slow(but=["llama"])`: the cases are slow but for `llama` and `llama-...`, by their ids.
@@ -15,7 +15,8 @@ import pytest
 
 import lanes
 
-PARTS = 4
+PARTS = 7
+"""Each slow test once a week."""
 SHARED = ("test_ray.py", "test_tensor_parallel.py")
 """Files whose tests share processes which take long to start; all of a file are in one part."""
 

@@ -57,7 +57,7 @@ def peak_tensor_bytes(work: Callable[[], object]) -> int:
 
 
 def peak_device_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Returns the most bytes that torch held on CUDA during `work`, all those before included."""
+    """Returns the most bytes that torch held on CUDA during `work`, with those held before it."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     work()

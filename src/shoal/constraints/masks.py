@@ -72,7 +72,7 @@ def certain_tokens(row: Row, draft: Sequence[int], vocab_size: int) -> tuple[int
 
 
 def is_complete(row: Row, vocab_size: int) -> bool:
-    """Returns True if the row's constraints, one at least, let its text end here and only that."""
+    """Returns True if the row's constraints, one at least, let its text end and nothing follow."""
     cpu = torch.device("cpu")
     masks = [
         _mask_of(constraint, [state], vocab_size, cpu) for constraint, state in row.constraints

@@ -85,7 +85,7 @@ class Constraint(Protocol[State]):
 
     @property
     def batch_key(self) -> Hashable:
-        """A key, equal for constraints of one class whose states any `mask` of them takes."""
+        """A key; the `mask` of any constraint with an equal key takes the states of all."""
         return id(self)
 
 

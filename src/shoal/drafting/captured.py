@@ -218,7 +218,7 @@ class CapturedRounds:
         return RoundAhead(round_, work, round_.follow(noise), caches, stores)
 
     def _wait(self, running: RoundUnderWay) -> DecidedRound | None:
-        """Waits for the verdict; None leaves the round to its stages, for logits not finite."""
+        """Waits for the verdict; None: logits are not finite, and stages compute the round."""
         target, round_, work = self._target, running.round, running.work
         round_.require_same_weights()  # while the device works
         decided = round_.collect(running.launched, running.places)

@@ -147,7 +147,7 @@ class ShoalLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns a conversation's prompt, without `add_generation_prompt` to be continued."""
+        """Returns a conversation's prompt, to be continued without `add_generation_prompt`."""
         thinks = self.texts.enable_thinking
         own = {} if thinks is None else {"enable_thinking": thinks}
         return self.tokenizer.apply_chat_template(

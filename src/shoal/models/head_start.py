@@ -67,7 +67,7 @@ def spare_imports() -> None:
 
 
 class StandIn(ModuleType):
-    """A module for the compiler's marks on functions; any other attribute imports it."""
+    """A stand-in for the compiler that keeps functions' marks; other attributes import it."""
 
     def __init__(self) -> None:
         super().__init__(COMPILER)

@@ -148,7 +148,7 @@ class Runner(ModelFacts):
         self.vectors = vectors.to(self.device, self.dtype).contiguous()
 
     def fork(self, ordinary: bool = False) -> Runner:
-        """Returns the model for one engine, with its cache, counters and rounds (`ordinary`)."""
+        """Returns the model with a cache and counters for one engine; `ordinary`: no captures."""
         other = self._copied()
         other.device, other.dtype = self.hf.device, self.hf.dtype
         other.counts = RunnerCounts(other.device)  # which may have moved

@@ -106,7 +106,7 @@ def _copy(processor: Any) -> Any:
 
 
 def _outputs(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> list[Tensor]:
-    """Returns each processor's output, float32 [1, vocab], of the one's before it."""
+    """Returns each processor's output, float32 [1, vocab]; each gets the output before its own."""
     outputs: list[Tensor] = []
     for processor in processors:
         before = outputs[-1] if outputs else scores

@@ -44,7 +44,7 @@ class Layout(Protocol):
 
     @property
     def places(self) -> Tensor:
-        """The positions minus the row's prefix, [rows, q] int64: in a chain, its own keys."""
+        """The positions minus the row's prefix, [rows, q] int64: in a chain, places of own keys."""
 
     @property
     def firsts(self) -> Tensor:

@@ -207,7 +207,7 @@ def attend_folded(
 def _explicit(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, inputs: AttentionInputs, q: int
 ) -> Tensor:
-    """Computes the folded call with soft-capped scores and sinks, which the library's lacks."""
+    """Computes the folded call with soft-capped scores and sinks; the library's kernel has none."""
     scores = _scores(query, key, bias, inputs)
     if inputs.sinks is not None:
         # sinks [heads] -> [1, kv heads, group * q, 1], in the order of the folded query axis

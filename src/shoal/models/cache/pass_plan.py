@@ -332,7 +332,7 @@ class Plan(PassRows):
 
     @cached_property
     def places(self) -> Tensor:
-        """The positions - offsets - gaps, [rows, q] int64: without trees, the own keys."""
+        """The positions - offsets - gaps, [rows, q] int64: without trees, places of own keys."""
         before = (
             self.offsets
             if self.gaps is None

@@ -1,4 +1,4 @@
-"""The runner of a GGUF file's model by llama.cpp; rows are kept for later beginnings."""
+"""The runner of a GGUF file's model by llama.cpp; rows are kept for prompts that begin alike."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prompts as bench
-from attention_paths import KINDS, UNSHARED
+from attention_paths import KINDS, UNSHARED, prompt
 from by_pairs import by_pairs
 from shoal.config import Limits, Sampling
 from shoal.engine.admission import MIN_SAVED_TOKENS, POLICIES, PrefixStore
@@ -38,11 +38,6 @@ from shoal.types.requests import Prefix, Request, Row, token_slots
 
 ERROR = 1e-4  # of the logits' standard deviation, see test_architectures.py
 K = 3
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(100 * seed + length))
-    return tuple(ids.tolist())
 
 
 # ── token slots ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sandboxes import strongest
+from sandboxes import box
 from shoal.errors import RequestError
 from shoal.evaluation.endings import cut_answer
 from shoal.evaluation.execution import execute
 from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox, require
 from shoal.evaluation.tasks import code_tasks
+
+__all__ = ["box"]  # a fixture
 
 PYTHON = 'import math\n\ndef f(x):\n    """Says {."""\n'
 BODY = "    return _twice(x)\n\n\n"
@@ -28,12 +29,6 @@ HELPER = "def _twice(x):\n    return 2 * x\n"
 
 def problem(language: str, prompt: str, tests: str = "") -> Problem:
     return Problem("T/0", language, prompt, tests, "f")
-
-
-@pytest.fixture(scope="module")
-def box() -> Iterator[Sandbox]:
-    with Sandbox(strongest()) as made:
-        yield made
 
 
 def test_only_its_fence_ends_an_answer() -> None:

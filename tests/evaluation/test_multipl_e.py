@@ -6,13 +6,12 @@ Tests of: evaluation.problems
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sandboxes import strongest
+from sandboxes import box
 from shoal.errors import RequestError
 from shoal.evaluation.execution import execute
 from shoal.evaluation.languages import LANGUAGES
@@ -21,6 +20,8 @@ from shoal.evaluation.problems import Problem, read_multipl_e
 from shoal.evaluation.sandbox import Sandbox, require
 from shoal.evaluation.tasks import code_tasks
 from shoal.testing import tiny_tokenizer
+
+__all__ = ["box"]  # a fixture
 
 PLACE = Path(__file__).parents[1] / "data/programs.json"
 RECORDS = {one.pop("language"): one for one in json.loads(PLACE.read_text("utf-8"))["multipl-e"]}
@@ -38,12 +39,6 @@ def record(language: str) -> dict[str, Any]:
 def read(path: Path, *records: object) -> list[Problem]:
     path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
     return read_multipl_e(path)
-
-
-@pytest.fixture(scope="module")
-def box() -> Iterator[Sandbox]:
-    with Sandbox(strongest()) as made:
-        yield made
 
 
 def test_every_language_has_an_example_and_runs() -> None:

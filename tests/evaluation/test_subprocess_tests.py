@@ -24,7 +24,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes import strongest
+from sandboxes import box
 from shoal.evaluation import execution, plain_values, subprocess_tests
 from shoal.evaluation.execution import execute
 from shoal.evaluation.languages import LANGUAGES
@@ -33,11 +33,7 @@ from shoal.evaluation.problems import Problem
 from shoal.evaluation.sandbox import Sandbox, find_toolchain
 from shoal.evaluation.subprocess_tests import JOB, SHARED
 
-
-@pytest.fixture(scope="module")
-def box() -> Iterator[Sandbox]:
-    with Sandbox(strongest()) as made:
-        yield made
+__all__ = ["box"]  # a fixture
 
 
 def problem(tests: str, prompt: str = "def f(a):\n", canonical: str | None = None) -> Problem:

@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from captured_device import MODELS, device, engine, waits
+from captured_device import MODELS, device, engine, tokens, waits
 from pretend import DEVICE, InCapture, Mixed, Pretend, moved
 from recorder import Recorder
 from shoal.config import Limits, Sampling
 from shoal.drafting.captured import CapturedRounds
-from shoal.engine.engine import Engine
 from shoal.errors import UnsupportedModel
 from shoal.lookahead.controller import Fixed
 from shoal.models import loading, selfcheck
@@ -36,11 +35,6 @@ from shoal.types.requests import Request
 __all__ = ["device"]  # fixtures
 
 K = 4
-
-
-def tokens(made: Engine) -> list[tuple[int, ...]]:
-    samples = [done.sample for commits in iter(made.step, []) for done in commits if done.sample is not None]
-    return sorted(sample.token_ids for sample in samples)
 
 
 SETTINGS: dict[str, list[Sampling]] = {

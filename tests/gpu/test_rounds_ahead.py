@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from captured_device import device, engine
+from captured_device import device, engine, tokens
 from captured_models import hf
 from captured_models import runner as captured_runner
 from pretend import Pretend
@@ -47,11 +47,6 @@ CASES = [
 ]
 
 
-def samples(made: Engine) -> list[tuple[int, ...]]:
-    found = [done.sample for commits in iter(made.step, []) for done in commits if done.sample is not None]
-    return sorted(sample.token_ids for sample in found)
-
-
 def counts(made: Engine) -> dict[str, int]:
     names = ("rounds", "drafted", "accepted", "target_passes", "draft_passes", "committed")
     return {name: getattr(made.stats, name) for name in names}
@@ -77,10 +72,10 @@ def test_samples_and_counts_are_those_of_rounds_one_by_one(
 ) -> None:
     with device:
         made = engine(k, rule, device, samplings, new=NEW)
-        found = samples(made)
+        found = tokens(made)
         without(monkeypatch)
         plain = engine(k, rule, device, samplings, new=NEW)
-        assert found == samples(plain)
+        assert found == tokens(plain)
     assert counts(made) == counts(plain)
     assert failures(made) == []
     assert ahead(plain) == {}
@@ -107,10 +102,10 @@ def test_rows_that_end_leave_the_others_as_they_are(
 ) -> None:
     with device:
         made = ending(device, k, waiting)
-        found = samples(made)
+        found = tokens(made)
         without(monkeypatch)
         plain = ending(device, k, waiting)
-        assert found == samples(plain)
+        assert found == tokens(plain)
     assert len(found) == 8 + waiting
     assert failures(made) == []
     assert ahead(made)["used"] > 3
@@ -126,7 +121,7 @@ def test_a_row_joins_after_the_round_that_was_launched(device: Pretend, monkeypa
         for _ in range(2):
             made.step()
         assert late[0].rounds >= 1
-        return made, samples(made)
+        return made, tokens(made)
 
     with device:
         made, found = joined()
@@ -142,7 +137,7 @@ def test_a_cancelled_row_does_not_end_the_round_of_the_others(device: Pretend, m
         for _ in range(4):
             made.step()
         made.cancel(made.scheduler.running[:1])
-        return made, samples(made)
+        return made, tokens(made)
 
     with device:
         made, found = cut()
@@ -155,12 +150,12 @@ def test_a_cancelled_row_does_not_end_the_round_of_the_others(device: Pretend, m
 def test_a_cache_that_changes_its_size_drops_the_round(device: Pretend) -> None:
     with device:
         made = engine(0, "rejection", device, SAMPLED, new=NEW)
-        expected = samples(engine(0, "rejection", device, SAMPLED, new=NEW))
+        expected = tokens(engine(0, "rejection", device, SAMPLED, new=NEW))
         for _ in range(4):
             made.step()
         with torch.inference_mode():
             made.target.cache.reserve(made.target.cache.slots + 4, made.target.cache.capacity + 64)
-        assert samples(made) == expected
+        assert tokens(made) == expected
     assert ahead(made)["dropped"] == 1
 
 
@@ -187,7 +182,7 @@ def test_a_round_without_a_verdict_is_left_to_its_stages_also_where_a_row_has_le
             monkeypatch.setattr(captured_round, "unpacked", found)
         made.step()
         assert [row.slot for row in made.scheduler.running] == ([0, 1] if unsound else [1, 2])
-        return made, samples(made)
+        return made, tokens(made)
 
     with device:
         plain, expected = cut(unsound=False)
@@ -211,7 +206,7 @@ def test_weights_that_are_replaced_while_a_round_is_under_way_count_for_it(monke
         weight = made.target.hf.lm_head.weight
         weight.data = -weight.data
         with pytest.warns(RuntimeWarning, match="weights or layers of the model were replaced"):
-            return made, samples(made)
+            return made, tokens(made)
 
     made, found = replaced()
     assert ahead(made) == {"used": 4, "dropped": 1}
@@ -223,7 +218,7 @@ def test_rows_whose_logits_are_read_are_not_followed(device: Pretend) -> None:
     with device:
         made = engine(K, "rejection", device, [], new=NEW)
         made.submit(Request((1, 2, 3), 1, SAMPLED[0], Limits(max_new_tokens=NEW), top_logprobs=2))
-        samples(made)
+        tokens(made)
     assert ahead(made) == {}
 
 
@@ -239,11 +234,11 @@ def test_bits_of_first_inputs_are_compared(device: Pretend, monkeypatch: pytest.
         return found
 
     with device:
-        expected = samples(engine(0, "rejection", device, SAMPLED, new=NEW))
+        expected = tokens(engine(0, "rejection", device, SAMPLED, new=NEW))
         monkeypatch.setattr(NextRound, "fill", wrong)
         made = engine(0, "rejection", device, SAMPLED, new=NEW)
         with pytest.warns(RuntimeWarning, match="does not write the inputs"):
-            assert samples(made) == expected
+            assert tokens(made) == expected
 
 
 @pytest.mark.slow
@@ -261,7 +256,7 @@ def test_inputs_are_those_that_the_host_would_fill_in(device: Pretend, monkeypat
         return begun(self, work, uniforms)
 
     def tokens() -> list[tuple[int, ...]]:
-        return samples(engine(K, "rejection", device, SAMPLED, new=NEW))
+        return tokens(engine(K, "rejection", device, SAMPLED, new=NEW))
 
     with device:
         follow, launched = CapturedRound.follow, []
@@ -319,5 +314,5 @@ def test_uniforms_of_a_position_do_not_depend_on_where_a_round_begins() -> None:
 def test_a_row_is_followed_only_far_from_its_end(device: Pretend) -> None:
     with device:
         made = engine(K, "rejection", device, SAMPLED, new=2 * (K + 1) - 1)
-        samples(made)
+        tokens(made)
     assert ahead(made) == {}

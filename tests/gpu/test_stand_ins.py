@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from captured_device import device, engine
+from captured_device import device, engine, tokens
 from pretend import DEVICE, InCapture, Pretend
 from recorder import Recorder
 from shoal.config import Sampling
-from shoal.engine.engine import Engine
 from shoal.models.compiled.captured_round import CapturedRound
 from shoal.models.compiled.transfer import Arrival, Download, Upload
 
@@ -104,11 +103,6 @@ def test_copies_and_replays_happen_when_the_host_waits(device: Pretend) -> None:
 
 
 SAMPLINGS = [Sampling(0.8, seed=i) for i in range(3)]
-
-
-def tokens(made: Engine) -> list[tuple[int, ...]]:
-    samples = [done.sample for commits in iter(made.step, []) for done in commits if done.sample is not None]
-    return sorted(sample.token_ids for sample in samples)
 
 
 def rewritten(self: CapturedRound, name: str) -> Any:

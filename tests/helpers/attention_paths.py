@@ -9,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from shoal.testing import ARCHITECTURES, RECURRENT
+from shoal.testing import ARCHITECTURES, RECURRENT, VOCABULARY
 
 MASK_PATH = {"falcon", "mpt"}
 """Models that attend by their own eager code under a mask."""
@@ -30,6 +30,12 @@ KINDS = (
 )  # fmt: skip
 """Rotary and learned positions and none, windows in some layers, soft caps, experts, sinks, MLA, recurrent states, and those that
 attend by their own code: whatever of a cache and of a pass an architecture can do in its own way."""
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Returns random ids, the same for the same length and seed."""
+    ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(100 * seed + length))
+    return tuple(ids.tolist())
 
 
 def greedy_ids(hf: Any, ids: Sequence[int], new: int) -> tuple[int, ...]:

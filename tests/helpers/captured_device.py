@@ -47,6 +47,12 @@ def engine(k: int, rule: str, device: Pretend | None, samplings: Sequence[Sampli
     return made
 
 
+def tokens(made: Engine) -> list[tuple[int, ...]]:
+    """Runs an engine to its end; returns the tokens of its samples, in their order."""
+    samples = [done.sample for commits in iter(made.step, []) for done in commits if done.sample is not None]
+    return sorted(sample.token_ids for sample in samples)
+
+
 def waits(counts: Counter[str]) -> int:
     """How often the host waits for the device."""
     return counts["download"] + counts["read"] + counts["size"]

@@ -119,6 +119,14 @@ def write_rotary(writer: Any, config: Any) -> None:
         writer.add_tensor("rope_freqs.weight", (1 / ((1 - share) / factor + share)).astype(np.float32))
 
 
+@torch.inference_mode()
+def greedy(hf: Any, ids: list[int], count: int) -> list[int]:
+    """Returns the next `count` greedy ids, each by a pass without a cache."""
+    for _ in range(count):
+        ids = [*ids, int(hf(torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids[-count:]
+
+
 def smollm2_gguf(folder: Path, kind: str) -> Path:
     """Returns SmolLM2's file in a format; its own is Q4_1."""
     from shoal.models.gguf import library

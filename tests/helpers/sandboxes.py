@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -29,3 +30,10 @@ def strongest() -> str:
         except RequestError:
             continue
     raise RequestError("no sandbox works here")
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Sandbox]:
+    """The best sandbox of this machine."""
+    with Sandbox(strongest()) as made:
+        yield made

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import shoal
-from attention_paths import ARCHITECTURES_HERE, KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED, greedy_ids
+from attention_paths import ARCHITECTURES_HERE, KINDS, MASK_PATH, RECURRENT_HERE, UNSHARED, greedy_ids, prompt
 from mtp_layers import HYBRID, PLAIN, STACKED
 from shoal.api import Shoal, Stream
 from shoal.cli.check_model import drafters_in_the_box
@@ -55,11 +55,6 @@ ERROR = 1e-4
 @pytest.fixture(params=sorted([*ARCHITECTURES_HERE, *RECURRENT_HERE]))
 def architecture(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(100 * seed + length))
-    return tuple(ids.tolist())
 
 
 # Prompt and new tokens: one token only; longer than the window from the start; grows past it. The unequal ends make rows

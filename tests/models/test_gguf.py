@@ -21,7 +21,7 @@ from torch import Tensor
 
 import shoal
 from enumeration import chi_square
-from gguf_files import END, TOKENS, require_llama, tiny_gguf_model, write_gguf
+from gguf_files import END, TOKENS, greedy, require_llama, tiny_gguf_model, write_gguf
 from shoal import cli
 from shoal.api import Shoal
 from shoal.config import Grammar
@@ -70,13 +70,6 @@ def drafted(file: Path, tmp_path_factory: pytest.TempPathFactory, request: pytes
             weight += 0.02 * torch.randn(weight.shape, generator=noise)
     with shoal.load(file, write_gguf(tmp_path_factory.mktemp("gguf") / "near.gguf", near), compile="off") as loaded:
         yield loaded
-
-
-@torch.inference_mode()
-def greedy(hf: Any, ids: list[int], count: int) -> list[int]:
-    for _ in range(count):
-        ids = [*ids, int(hf(torch.tensor([ids])).logits[0, -1].argmax())]
-    return ids[-count:]
 
 
 def texts(result: Any) -> list[list[list[int]]]:

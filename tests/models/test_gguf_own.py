@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import shoal
-from gguf_files import END, TOKENS, require_llama, tiny_gguf_model, write_gguf
+from gguf_files import END, TOKENS, greedy, require_llama, tiny_gguf_model, write_gguf
 from native_kernels import needs_compiler
 from shoal.errors import UnsupportedModel
 from shoal.models.gguf import own
@@ -70,13 +70,6 @@ def model_of(family: str, rotary: str = "default") -> Any:
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
     return made
-
-
-@torch.inference_mode()
-def greedy(hf: Any, ids: list[int], count: int) -> list[int]:
-    for _ in range(count):
-        ids = [*ids, int(hf(torch.tensor([ids])).logits[0, -1].argmax())]
-    return ids[-count:]
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

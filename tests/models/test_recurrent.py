@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 import shoal
-from attention_paths import RECURRENT_HERE, greedy_ids
+from attention_paths import RECURRENT_HERE, greedy_ids, prompt
 from dflash_layers import save_dflash
 from eagle_heads import save_eagle3
 from enumeration import chi_square
@@ -70,11 +70,6 @@ EVERY = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in
 """All families: the six above in each run, the others among the slow tests."""
 STEPWISE = {"mamba", "falcon-mamba", "jamba", "zamba", "zamba2", "nemotron-h", "recurrent-gemma"}
 K, NEW = 3, 20
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(100 * seed + length))
-    return tuple(ids.tolist())
 
 
 PROMPTS = (prompt(1), prompt(13), prompt(4), prompt(13, seed=1))

@@ -287,14 +287,14 @@ class IdentityCheck:
         step: called before every run, with its name.
 
     Attributes:
-        found: the findings by layout, batch size and draft length.
+        findings: the findings by layout, batch size and draft length.
     """
 
     decode: Callable[[str], Method]
     dtype: str
     exact: bool
     step: Callable[[str], None]
-    found: dict[tuple[str, int, str], GreedyIdentity] = field(default_factory=dict)
+    findings: dict[tuple[str, int, str], GreedyIdentity] = field(default_factory=dict)
     _single: dict[Ids, Ids] = field(default_factory=dict)
 
     def check(self, case: Case, work: Work, lookaheads: Sequence[str]) -> None:
@@ -313,7 +313,7 @@ class IdentityCheck:
             comparison = compared(work.by_prompt(plain.ids), work.by_prompt(run.ids), drafted)
             if self.exact and comparison.same < comparison.rows:
                 raise self._difference(case, name, comparison.place)
-            self.found[case.layout, case.batch, name] = GreedyIdentity.of(comparison, control)
+            self.findings[case.layout, case.batch, name] = GreedyIdentity.of(comparison, control)
 
     def compare(self, case: Case, name: str, runs: Sequence[Run], plain: Sequence[Run]) -> None:
         """Compares timed runs that were greedy themselves, as `check` does."""

@@ -324,7 +324,7 @@ class BenchmarkRunner:
                     if method.baseline or method.name == PLAIN
                     else self.job.acceptance,
                     peak_bytes=self._peaks.get((case.layout, case.batch, method.name)),
-                    identity=self.identity.found.get((case.layout, case.batch, method.name)),
+                    identity=self.identity.findings.get((case.layout, case.batch, method.name)),
                 )
             )
         return lines

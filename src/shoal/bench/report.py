@@ -51,9 +51,9 @@ class GreedyIdentity:
     control_same: int | None = None
 
     @staticmethod
-    def of(found: Identity, control: Identity | None) -> GreedyIdentity:
+    def of(identity: Identity, control: Identity | None) -> GreedyIdentity:
         controls = (control.rows, control.same) if control else (None, None)
-        return GreedyIdentity(found.rows, found.same, found.drafted, *controls)
+        return GreedyIdentity(identity.rows, identity.same, identity.drafted, *controls)
 
 
 @dataclass(frozen=True)

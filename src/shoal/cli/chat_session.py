@@ -154,18 +154,20 @@ class ChatSession:
         self._require_context(ids)
         result = self._run(ids, rules, turn.attempts)
         turn.attempts += 1
-        found = [
+        answers = [
             (sample, _answer(sample, rules))
             for sample in result[0].samples
             if self._is_answer(sample)
         ]
-        if not found and self.interrupted:
+        if not answers and self.interrupted:
             raise KeyboardInterrupt
-        if not found:
+        if not answers:
             raise RequestError(f"there is no answer: {result[0].samples[0].error}")
-        answered = MessageAnswers(turn.text, len(turn.answers) + 1, found, result, self.interrupted)
+        answered = MessageAnswers(
+            turn.text, len(turn.answers) + 1, answers, result, self.interrupted
+        )
         turn.chosen = len(turn.answers)
-        turn.answers += [answer for _, answer in found]
+        turn.answers += [answer for _, answer in answers]
         self._view.answered(answered)
 
     def _run(self, ids: Sequence[int], rules: ReasoningRules | None, attempt: int) -> Result:

@@ -56,7 +56,7 @@ class ChatView(Protocol):
     def growing(self, n: int, decode: Decode, split: Split) -> RunView:
         """Returns the view of n answers while they come."""
 
-    def answered(self, found: MessageAnswers) -> None:
+    def answered(self, answers: MessageAnswers) -> None:
         """Shows the parts of the answers that the view did not show."""
 
     def error(self, kind: str, text: str) -> None:
@@ -156,24 +156,24 @@ class TextView:
             return Board(console, [n], decode, transient=True)
         return AnswersLine(n)
 
-    def answered(self, found: MessageAnswers) -> None:
+    def answered(self, answers: MessageAnswers) -> None:
         """Prints several answers, and the counts."""
         notes = []
-        if len(found.result[0].samples) > 1:
-            for number, (sample, answer) in enumerate(found.samples, found.first):
+        if len(answers.result[0].samples) > 1:
+            for number, (sample, answer) in enumerate(answers.samples, answers.first):
                 show_answer(stdout(), number, sample, answer)
-            if len(found.samples) > 1:
-                notes.append(f"answer {found.first} is taken, /choose K takes another")
-        elif (reason := found.samples[0][0].finish_reason) in LIMITS:
+            if len(answers.samples) > 1:
+                notes.append(f"answer {answers.first} is taken, /choose K takes another")
+        elif (reason := answers.samples[0][0].finish_reason) in LIMITS:
             notes.append(LIMITS[reason])
-        if found.interrupted:
+        if answers.interrupted:
             notes.append("interrupted")
         if not self._quiet:
-            notes.insert(0, counts(found.result.stats, len(found.result[0].prompt_ids)))
+            notes.insert(0, counts(answers.result.stats, len(answers.result[0].prompt_ids)))
         if notes:
             say(f"# {'; '.join(notes)}")
-        if found.result.stats.lossy:
-            say(found.result.stats.lossy, "yellow")
+        if answers.result.stats.lossy:
+            say(answers.result.stats.lossy, "yellow")
 
     def error(self, kind: str, text: str) -> None:
         """Prints the error on stderr."""
@@ -187,15 +187,15 @@ class JsonView:
         """Returns a view that shows nothing."""
         return Unseen()
 
-    def answered(self, found: MessageAnswers) -> None:
+    def answered(self, answers: MessageAnswers) -> None:
         """Prints all answers, and the statistics."""
         self._write(
             {
-                "prompt": found.message,
-                "prompt_tokens": len(found.result[0].prompt_ids),
-                "samples": [_document(sample, answer) for sample, answer in found.samples],
-                "interrupted": found.interrupted,
-                "stats": found.result.stats.to_dict(),
+                "prompt": answers.message,
+                "prompt_tokens": len(answers.result[0].prompt_ids),
+                "samples": [_document(sample, answer) for sample, answer in answers.samples],
+                "interrupted": answers.interrupted,
+                "stats": answers.result.stats.to_dict(),
             }
         )
 

@@ -111,11 +111,11 @@ def published(case: CheckCase) -> Iterator[CheckResult]:
     config = target.hf.config.get_text_config()
     sizes = (getattr(config, name, 0) for name in ("hidden_size", "num_hidden_layers"))
     shape = config.model_type, config.vocab_size, *sizes
-    found = [one for one in PUBLISHED if one.fits(*shape) and one.place != target.name]
-    if found:
-        figure = "; ".join(f"{one.place} ({one.about})" for one in found)
-        data = {"drafters": [{"id": one.place, "kind": one.about} for one in found]}
-        advice = f"{_command('check', case)} --draft {found[0].place} measures one; heads and "
+    drafters = [one for one in PUBLISHED if one.fits(*shape) and one.place != target.name]
+    if drafters:
+        figure = "; ".join(f"{one.place} ({one.about})" for one in drafters)
+        data = {"drafters": [{"id": one.place, "kind": one.about} for one in drafters]}
+        advice = f"{_command('check', case)} --draft {drafters[0].place} measures one; heads and "
         advice += "assistants are downloaded first, and named by their directory"
         yield CheckResult("published", "ok", f"for this shape: {figure}", advice, data)
 
@@ -185,8 +185,8 @@ def compared_drafters(case: CheckCase) -> Iterator[CheckResult]:
             continue
         tried.append(MeasuredDrafter.of(name, case.k, run, plain))
         data = vars(tried[-1]) | {"drafted": run.drafted, "accepted": run.accepted}
-        found = CheckResult(f"drafter {name}", "ok", str(tried[-1]), data=data)
-        yield measured_on(found, *sets)
+        result = CheckResult(f"drafter {name}", "ok", str(tried[-1]), data=data)
+        yield measured_on(result, *sets)
     if tried:
         yield measured_on(_choice(case, sets, max(tried, key=lambda one: one.ratio)), *sets)
 

@@ -166,28 +166,28 @@ def identity(case: CheckCase) -> Iterator[CheckResult]:
     yield measured_on(_compared(case, "seeded identity", seeded), *case.sets)
 
 
-def _compared(case: CheckCase, name: str, found: Identity) -> CheckResult:
+def _compared(case: CheckCase, name: str, identity: Identity) -> CheckResult:
     data = {
-        "rows": found.rows,
-        "same": found.same,
-        "drafted": found.drafted,
-        "difference": found.difference,
+        "rows": identity.rows,
+        "same": identity.same,
+        "drafted": identity.drafted,
+        "difference": identity.difference,
     }
     dtype = dtype_name(case.model.target)
     figure = (
-        f"{dtype}: {found.same} of {found.rows} rows have the tokens of plain decoding, "
-        f"{found.drafted} tokens drafted"
+        f"{dtype}: {identity.same} of {identity.rows} rows have the tokens of plain decoding, "
+        f"{identity.drafted} tokens drafted"
     )
-    if found.holds:
+    if identity.holds:
         return CheckResult(name, "ok", figure, data=data)
     if dtype not in ("float32", "float64"):
         advice = "near-ties between two tokens explain this in 16 bit; --dtype float32 settles it"
         return CheckResult(name, "warn", figure, advice, data)
     if name == GREEDY:
-        advice = f"{found.summary}; in float32 this must hold: please report it"
+        advice = f"{identity.summary}; in float32 this must hold: please report it"
         return CheckResult(name, "fail", figure, advice, data)
     advice = (
-        f"{found.summary}; in float32 rounding decides about one position in 100,000: "
+        f"{identity.summary}; in float32 rounding decides about one position in 100,000: "
         f"please report more than that"
     )
     return CheckResult(name, "warn", figure, advice, data)

@@ -181,15 +181,15 @@ def named(name: str, one: PromptSet) -> str:
     return f"{name}, {one.kind.split()[-1]}" if one.kind else name
 
 
-def measured_on(found: CheckResult, *sets: PromptSet) -> CheckResult:
+def measured_on(result: CheckResult, *sets: PromptSet) -> CheckResult:
     """Returns the result with the prompts on which it was measured."""
     said = (
         str(sets[0])
         if len(sets) == 1
         else f"prompts of {', '.join(f'{one.kind} ({one.count})' for one in sets)}"
     )
-    data = found.data | {"prompts": [one.to_dict() for one in sets]}
-    return replace(found, on=said, data=data)
+    data = result.data | {"prompts": [one.to_dict() for one in sets]}
+    return replace(result, on=said, data=data)
 
 
 def check_prompts(sets: Sequence[PromptSet], bundled: bool) -> CheckResult:

@@ -143,13 +143,13 @@ def index(
     require_writable(out)
     if out.exists() and not out.is_file():
         raise RequestError(f"cannot write {str(out)!r}: it is no file")
-    found = files_of(files)
-    if out.resolve() in {file.resolve() for file in found}:
+    paths = files_of(files)
+    if out.resolve() in {file.resolve() for file in paths}:
         raise RequestError(f"--output {str(out)!r} is one of the files to read")
     if tokenizer != BUNDLED:
         require_source(tokenizer)
     started = time.perf_counter()
-    about = _written(found, out, tokenizer)
+    about = _written(paths, out, tokenizer)
     about["seconds"] = round(time.perf_counter() - started, 3)
     if as_json:
         print(json.dumps(about))

@@ -208,9 +208,9 @@ class Grammars:
             grammar = replace(grammar, text=LARK.sub(self._number_of, grammar.text))
         return source_of(grammar, self._special)
 
-    def _number_of(self, found: re.Match[str]) -> str:
-        number = self._numbers_of.get(found["name"] or "")
-        return found[0] if number is None else f"<[{number}]>"
+    def _number_of(self, match: re.Match[str]) -> str:
+        number = self._numbers_of.get(match["name"] or "")
+        return match[0] if number is None else f"<[{number}]>"
 
     def _read(self, grammar: Grammar, **limits: int) -> GrammarConstraint:
         """Compiles a grammar: its matcher, and for JSON the matcher of the numbers."""

@@ -87,12 +87,12 @@ def may_begin(row: Row, vocab_size: int) -> bool:
     It also returns True if a constraint fails, which the row will report. The row has at least one
     constraint.
     """
-    found = [
+    masks = [
         _mask_of(constraint, [state], vocab_size, torch.device("cpu"))
         for constraint, state in row.constraints
     ]
-    if all(bool(mask.ends) for mask in found) or bool(
-        torch.stack([mask.tokens.cpu() for mask in found]).all(0).any()
+    if all(bool(mask.ends) for mask in masks) or bool(
+        torch.stack([mask.tokens.cpu() for mask in masks]).all(0).any()
     ):
         return True
     return any(_reason_at(constraint, state, vocab_size) for constraint, state in row.constraints)

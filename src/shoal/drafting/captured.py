@@ -278,20 +278,21 @@ class CapturedRounds:
                 cache.zero_non_finite(slot)
 
 
-def _outcome(found: RoundResults, work: DraftRound) -> DecidedRound:
+def _outcome(results: RoundResults, work: DraftRound) -> DecidedRound:
     """Returns the round in the form that the stages after the verdict take."""
     k = max(work.lengths)
     if k:
-        every, tokens = found.drafts.tolist(), torch.from_numpy(found.drafts[:, :k])
+        every, tokens = results.drafts.tolist(), torch.from_numpy(results.drafts[:, :k])
         drafts = [own[:length] for own, length in zip(every, work.lengths, strict=True)]
         tree = DraftTree(tokens, torch.tensor(work.lengths), None, drafts, chains(drafts), work.k)
     else:
         tree = DraftTree.empty(len(work.rows), torch.device("cpu"), work.k)
-    width = torch.promote_types(found.logits.dtype, torch.float32)
+    width = torch.promote_types(results.logits.dtype, torch.float32)
     probs, logprobs = (
-        torch.from_numpy(values[:, : k + 1]).to(width) for values in (found.probs, found.logprobs)
+        torch.from_numpy(values[:, : k + 1]).to(width)
+        for values in (results.probs, results.logprobs)
     )
-    accepted, following = torch.from_numpy(found.accepted), torch.from_numpy(found.tokens)
+    accepted, following = torch.from_numpy(results.accepted), torch.from_numpy(results.tokens)
     verdict = Verdict(accepted, following, probs, raw_logprobs=logprobs)
-    share = found.drafting / max(found.drafting + found.verifying, 1e-12)
-    return DecidedRound(tree, found.logits[:, : k + 1], verdict, share)
+    share = results.drafting / max(results.drafting + results.verifying, 1e-12)
+    return DecidedRound(tree, results.logits[:, : k + 1], verdict, share)

@@ -168,7 +168,7 @@ def check_drafts(round_: CapturedRound, work: DraftRound, drafter: Runner) -> No
 
 
 def check_verdict(
-    round_: CapturedRound, work: DraftRound, found: RoundResults, target: Runner
+    round_: CapturedRound, work: DraftRound, results: RoundResults, target: Runner
 ) -> None:
     """Compares the target's pass and the verdict with an ordinary pass and the rule.
 
@@ -180,8 +180,8 @@ def check_verdict(
     """
     functions, rows, plan = round_.functions, len(work.rows), work.plan
     assert round_.logits is not None
-    logits = found.logits.clone()
-    require_verdict(functions, round_.logits, found)
+    logits = results.logits.clone()
+    require_verdict(functions, round_.logits, results)
     ours = _written(target, plan)
     right = target.ordinary(plan, functions.tokens[:rows, : plan.q].clone())
     real = torch.arange(plan.q) < torch.tensor(plan.counts)[:, None]
@@ -190,19 +190,19 @@ def check_verdict(
     round_.checked("verify")
 
 
-def require_verdict(functions: RoundFunctions, logits: Tensor, found: RoundResults) -> None:
+def require_verdict(functions: RoundFunctions, logits: Tensor, results: RoundResults) -> None:
     """Raises ArithmeticError if the rule decides something else, by uniforms scaled by `SCALES`.
 
     Args:
         functions: the functions of the round.
         logits: the target's logits, [rows, k + 1, vocab].
-        found: the results of the real rows.
+        results: the results of the real rows.
     """
-    same = np.zeros(len(found.accepted), dtype=bool)
+    same = np.zeros(len(results.accepted), dtype=bool)
     for scale in SCALES:
         verdict = functions.decided(logits, scale)
         both = torch.stack([verdict.accepted, verdict.token])[:, : len(same)].tolist()
-        same |= (np.array(both) == [found.accepted, found.tokens]).all(axis=0)
+        same |= (np.array(both) == [results.accepted, results.tokens]).all(axis=0)
         if same.all():
             return
     raise ArithmeticError("a captured round does not decide what its rule decides")

@@ -96,9 +96,9 @@ def load_ppd(directory: Path, target: Runner) -> PromptTokens:
     return PromptTokens(vectors.to(target.device, target.dtype), accuracies)
 
 
-def _accuracies(found: Any, directory: Path, count: int) -> Accuracies:
+def _accuracies(table: Any, directory: Path, count: int) -> Accuracies:
     try:
-        rows = tuple(tuple(float(chance) for chance in row) for row in found)
+        rows = tuple(tuple(float(chance) for chance in row) for row in table)
     except (TypeError, ValueError):
         rows = ()
     if len(rows) != count or not all(

@@ -116,9 +116,9 @@ class SuffixDrafter(TextDrafter):
     def guess(self, row: Row, length: int) -> Guess:
         place: Match = self._texts_of(row).place(row)
         if self._answers is not None:
-            place = max(place, self._answers.place(row), key=lambda found: found.length)
+            place = max(place, self._answers.place(row), key=lambda one: one.length)
         if self._corpus is not None:
-            place = max(place, self._corpus.place(row.tokens), key=lambda found: found.length)
+            place = max(place, self._corpus.place(row.tokens), key=lambda one: one.length)
         return probable(place, partial(likeliest, least=self._least), length, self.max_nodes)
 
     def replace(self, copies: Sequence[tuple[Row, Row]]) -> None:

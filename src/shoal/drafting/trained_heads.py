@@ -184,11 +184,11 @@ def in_format(heads: Heads, target: Runner) -> Heads:
     return heads
 
 
-def require_width(directory: Path, what: str, found: int, target: Runner, wanted: int) -> None:
+def require_width(directory: Path, what: str, width: int, target: Runner, expected: int) -> None:
     """Raises PairMismatch if the heads belong to a target of another size."""
-    if found != wanted:
+    if width != expected:
         raise PairMismatch(
-            f"{directory} cannot draft for {target.name}: {what} of {found} v {wanted}: heads "
+            f"{directory} cannot draft for {target.name}: {what} of {width} v {expected}: heads "
             f"of another target"
         )
 

@@ -182,18 +182,18 @@ def _write(
 
 
 def graded(
-    found: Sequence[VariantSamples], grader: Grader
+    samples: Sequence[VariantSamples], grader: Grader
 ) -> Iterator[tuple[VariantSamples, list[Grade]]]:
     """Yields each variant's samples with the grades of their completions."""
     asked: Iterable[tuple[str, str]] = [
-        (each.cut.problem.task_id, text) for each in found for text in each.completions
+        (each.cut.problem.task_id, text) for each in samples for text in each.completions
     ]
     grades = iter(grader(asked))
-    for each in found:
+    for each in samples:
         yield each, [next(grades) for _ in each.completions]
 
 
-def summary(found: Sequence[tuple[VariantSamples, Sequence[Grade]]]) -> list[dict[str, Any]]:
+def summary(pairs: Sequence[tuple[VariantSamples, Sequence[Grade]]]) -> list[dict[str, Any]]:
     """Summarizes the samples by kind of cut.
 
     Returns:
@@ -201,18 +201,18 @@ def summary(found: Sequence[tuple[VariantSamples, Sequence[Grade]]]) -> list[dic
         not parse, and the median of its seconds over those of `uncut`, which writes the same text
         but has nothing to align.
     """
-    kinds = list(dict.fromkeys(each.cut.kind for each, _ in found))
+    kinds = list(dict.fromkeys(each.cut.kind for each, _ in pairs))
     return [
-        {"kind": kind, **_of_kind([one for one in found if one[0].cut.kind == kind])}
+        {"kind": kind, **_of_kind([one for one in pairs if one[0].cut.kind == kind])}
         for kind in kinds
     ]
 
 
-def _of_kind(found: Sequence[tuple[VariantSamples, Sequence[Grade]]]) -> dict[str, Any]:
-    uncut = {each.cut: each.seconds for each, _ in found if each.variant == UNCUT}
+def _of_kind(pairs: Sequence[tuple[VariantSamples, Sequence[Grade]]]) -> dict[str, Any]:
+    uncut = {each.cut: each.seconds for each, _ in pairs if each.variant == UNCUT}
     variants: dict[str, Any] = {}
     for variant in VARIANTS:
-        own = [(each, grades) for each, grades in found if each.variant == variant]
+        own = [(each, grades) for each, grades in pairs if each.variant == variant]
         variants[variant] = {
             "passed": mean(grade.scores[PASSED] for _, grades in own for grade in grades),
             "syntax_errors": mean(
@@ -222,6 +222,6 @@ def _of_kind(found: Sequence[tuple[VariantSamples, Sequence[Grade]]]) -> dict[st
         }
     return {
         "cuts": len(uncut),
-        "samples": sum(len(grades) for each, grades in found if each.variant == NAIVE),
+        "samples": sum(len(grades) for each, grades in pairs if each.variant == NAIVE),
         "variants": variants,
     }

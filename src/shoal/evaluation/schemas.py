@@ -273,7 +273,7 @@ def _is_moment(text: str) -> bool:
 # ── summary ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def summary(found: Sequence[TriedSchema]) -> dict[str, Any]:
+def summary(schemas: Sequence[TriedSchema]) -> dict[str, Any]:
     """Summarizes the schemas by group and together.
 
     Returns:
@@ -282,19 +282,23 @@ def summary(found: Sequence[TriedSchema]) -> dict[str, Any]:
         accepted schemas, and the documents that the grammar wrongly refuses ("strict") or takes
         ("lax"); times in milliseconds, medians over schemas.
     """
-    groups = list(dict.fromkeys(one.group for one in found))
-    by_group = {group: _summed([one for one in found if one.group == group]) for group in groups}
-    return {"all": _summed(found), "groups": by_group, "schemas": [asdict(one) for one in found]}
+    groups = list(dict.fromkeys(one.group for one in schemas))
+    by_group = {group: _summed([one for one in schemas if one.group == group]) for group in groups}
+    return {
+        "all": _summed(schemas),
+        "groups": by_group,
+        "schemas": [asdict(one) for one in schemas],
+    }
 
 
-def _summed(found: Sequence[TriedSchema]) -> dict[str, Any]:
-    taken = [one for one in found if not one.refused]
+def _summed(schemas: Sequence[TriedSchema]) -> dict[str, Any]:
+    taken = [one for one in schemas if not one.refused]
     verdicts = [verdict for one in taken for verdict in one.verdicts]
     masks = [1000 * one.mask_seconds / one.tokens for one in taken if one.tokens]
     return {
-        "schemas": len(found),
-        "declared": len(taken) / len(found),
-        "empirical": mean(one.covered for one in found),
+        "schemas": len(schemas),
+        "declared": len(taken) / len(schemas),
+        "empirical": mean(one.covered for one in schemas),
         "compliance": mean(one.covered for one in taken) if taken else None,
         "samples": {name: verdicts.count(name) for name in ("valid", "invalid", "cut")},
         "tests": {

@@ -68,15 +68,15 @@ def layer_names(directory: Path, layers: int) -> dict[str, list[str]]:
         directory: the directory of the checkpoint.
         layers: the number of the model's own layers.
     """
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name in _tensors(directory):
         mtp = re.search(r"(?:^|\.)mtp\.(?:.*?layers\.(\d+)\.)?", name)
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
         if mtp:
-            found.setdefault(mtp[1] or "0", []).append(name)
+            names.setdefault(mtp[1] or "0", []).append(name)
         elif layer and int(layer[1]) >= layers:
-            found.setdefault(str(int(layer[1]) - layers), []).append(name)
-    return found
+            names.setdefault(str(int(layer[1]) - layers), []).append(name)
+    return names
 
 
 def unplaced(directory: Path) -> str:
@@ -108,11 +108,11 @@ def _tensors(directory: Path) -> dict[str, str]:
 
 def _read(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Reads some tensors of a directory of safetensors files."""
-    places, found = _tensors(directory), {}
+    places, tensors_by_name = _tensors(directory), {}
     for name in names:
         with safe_open(directory / places[name], framework="pt") as tensors:
-            found[name] = tensors.get_tensor(name)
-    return found
+            tensors_by_name[name] = tensors.get_tensor(name)
+    return tensors_by_name
 
 
 class Beside:
@@ -175,12 +175,12 @@ class StackedLayer(nn.Module):
         known = self.entry["enorm"](self.embed_tokens(input_ids)), self.entry["hnorm"](states)
         joined = self.entry["eh_proj"](torch.cat(known, dim=-1))
         options = {"position_ids": positions, "cache": cache, "use_cache": False}
-        found: Tensor = self.layers[number](inputs_embeds=joined, **options).last_hidden_state
-        return found
+        output: Tensor = self.layers[number](inputs_embeds=joined, **options).last_hidden_state
+        return output
 
     def _project_to_logits(self, states: Tensor) -> Tensor:
-        found: Tensor = self.shared_head(states)
-        return found
+        logits: Tensor = self.shared_head(states)
+        return logits
 
 
 class MtpHeads(nn.Module):
@@ -217,18 +217,20 @@ class MtpHeads(nn.Module):
             positions: [rows, q].
             number: the number of the layer.
         """
-        found: Tensor = self.layer.forward_layer(number, states, positions, cache, input_ids=tokens)
-        return found
+        output: Tensor = self.layer.forward_layer(
+            number, states, positions, cache, input_ids=tokens
+        )
+        return output
 
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attention, number: int = 0
     ) -> Tensor:
         """Computes the states of a layer over whole texts, while a copy of the layers learns."""
         with _attending_by(attend, self.layer.config):
-            found: Tensor = self.layer.forward_layer(
+            output: Tensor = self.layer.forward_layer(
                 number, states, 1 + positions, None, input_ids=tokens
             )
-        return found
+        return output
 
     def drafted(self, states: Tensor) -> Tensor:
         """Computes the logits of `logits`: the layer drafts all ids of the target."""
@@ -237,8 +239,8 @@ class MtpHeads(nn.Module):
 
     def logits(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of the layer's states [..., width]."""
-        found: Tensor = self.layer._project_to_logits(states)
-        return found
+        values: Tensor = self.layer._project_to_logits(states)
+        return values
 
 
 def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:

@@ -44,7 +44,7 @@ def read_json(text: str | bytes) -> Any:
 def written(body: Json) -> bytes:
     """Returns the JSON of an answer, in UTF-8."""
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
+    return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text).encode()
 
 
 def no_constant(name: str) -> NoReturn:
@@ -220,7 +220,7 @@ def public(message: str) -> str:
 
 def spoken(message: str) -> str:
     """Returns a message of the engine in the names of requests, without the place of a row."""
-    return NAME.sub(lambda found: f"{PARAMETERS[found[1]].api}=", PLACE.sub("", message))
+    return NAME.sub(lambda match: f"{PARAMETERS[match[1]].api}=", PLACE.sub("", message))
 
 
 def cut(text: str, most: int) -> str:

@@ -60,9 +60,9 @@ class TextPlaces:
         """
         prompt, own = tokens[: self._echoed], tokens[self._echoed :]
         starts = accumulate((len(token.text) for token in prompt), initial=0)
-        found = [min(start, self._echo_length) for start in starts][:-1]
+        places = [min(start, self._echo_length) for start in starts][:-1]
         begin = self._echo_length if prompt else self._begin
-        return [*found, *accumulate((len(token.text) for token in own), initial=begin)][
+        return [*places, *accumulate((len(token.text) for token in own), initial=begin)][
             : len(tokens)
         ]
 
@@ -161,8 +161,8 @@ class ApiFormat(ABC):
     def _alternatives(self, token: TokenUpdate) -> Sequence[tuple[int, float]]:
         """Returns the most probable tokens; the token itself has the same number as elsewhere."""
         own = {} if token.logprob is None else {token.id: token.logprob}
-        found = token.top.raw[: self._parsed.top_logprobs] if token.top else ()
-        return [(other, own.get(other, logprob)) for other, logprob in found]
+        likely = token.top.raw[: self._parsed.top_logprobs] if token.top else ()
+        return [(other, own.get(other, logprob)) for other, logprob in likely]
 
     @abstractmethod
     def _first_fields(self, echo: str | None) -> Json | None: ...

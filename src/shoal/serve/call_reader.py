@@ -69,9 +69,9 @@ class Nesting:
                 break
         return self.end
 
-    def _past(self, found: re.Match[str], text: str) -> int:
+    def _past(self, match: re.Match[str], text: str) -> int:
         """Returns the place behind a bracket, a quotation mark, an escape or the mark."""
-        sign, at = found[0], found.end()
+        sign, at = match[0], match.end()
         if self._quote:
             self._quote = "" if sign == self._quote else self._quote
             return at + (sign == "\\")

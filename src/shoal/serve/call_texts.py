@@ -176,7 +176,7 @@ def whole_texts(pattern: Any) -> str:
         raise Unwritable
     body = pattern.removeprefix("^")
     body = body[:-1] if ends else body
-    body = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", body).replace("\n", r"\n")
+    body = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", body).replace("\n", r"\n")
     start = "" if pattern.startswith("^") else "(?s:.*)"
     return f"{start}({body}){'' if ends else '(?s:.*)'}"
 

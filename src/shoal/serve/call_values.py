@@ -283,9 +283,9 @@ def _referred(reference: str, root: Any) -> Any:
     return place
 
 
-def _apart(found: list[list[dict[str, Any]]]) -> bool:
+def _apart(alternatives: list[list[dict[str, Any]]]) -> bool:
     """Returns True if no value is of two of the alternatives, by their types."""
-    kinds = [{str(one.get("type", "any")) for one in each} for each in found]
+    kinds = [{str(one.get("type", "any")) for one in each} for each in alternatives]
     kinds = [{"number" if kind == "integer" else kind for kind in each} for each in kinds]
     named = all("any" not in each for each in kinds)
     return named and sum(map(len, kinds)) == len(set().union(*kinds))

@@ -63,7 +63,7 @@ def renamed() -> Iterator[None]:
 
 def _renamed(text: str) -> str:
     """Replaces the name of a field at the beginning of a text, or the first one in quotes."""
-    return FIRST_NAME.sub(lambda found: found[1] + NAMES[found[2]], text)
+    return FIRST_NAME.sub(lambda match: match[1] + NAMES[match[2]], text)
 
 
 @dataclass

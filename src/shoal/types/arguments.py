@@ -283,7 +283,7 @@ def special_names(tokenizer: Any) -> re.Pattern[str]:
 
 def as_plain(tokenizer: Any, text: str) -> str:
     """Returns a text with a mark inside each name of a special token, for `encoded_plain`."""
-    return special_names(tokenizer).sub(lambda found: found[0][:1] + MARK + found[0][1:], text)
+    return special_names(tokenizer).sub(lambda match: match[0][:1] + MARK + match[0][1:], text)
 
 
 def as_plain_within(tokenizer: Any, value: Any) -> Any:

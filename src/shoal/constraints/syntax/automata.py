@@ -92,10 +92,12 @@ def determinize(
     first = frozenset(closure(set(start)))
     numbers, order, moves = {first: 0}, [first], []
     for states in order:  # grows
-        found = [edge for state in states for edge in edges(state)]
-        cuts = sorted({0, 256, *(low for low, _, _ in found), *(high + 1 for _, high, _ in found)})
+        outgoing = [edge for state in states for edge in edges(state)]
+        cuts = sorted(
+            {0, 256, *(low for low, _, _ in outgoing), *(high + 1 for _, high, _ in outgoing)}
+        )
         targets: list[set[Item]] = [set() for _ in cuts]
-        for low, high, target in found:
+        for low, high, target in outgoing:
             for place in range(bisect_right(cuts, low) - 1, bisect_right(cuts, high)):
                 targets[place].add(target)
         row: list[int] = []

@@ -108,12 +108,12 @@ def _segments(lines: list[str]) -> Iterator[tuple[str, str]]:
         yield indent, segment
 
 
-def _parses(found: tuple[str, str]) -> bool:
+def _parses(part: tuple[str, str]) -> bool:
     """Returns True if statements at an indentation are a part of some program.
 
     Some statement may stand before them.
     """
-    indent, segment = found
+    indent, segment = part
     header = "if a:\n" if indent else ""
     if any(
         is_complete(f"{header}{indent}{before.format(indent)}\n{segment}") for before in _BEFORE

@@ -92,7 +92,7 @@ class Arrival:
     """Results on their way to the host.
 
     Args:
-        found: the buffer on the host that they are copied to, [rows, columns] int64.
+        numbers: the buffer on the host that they are copied to, [rows, columns] int64.
         device: the device that they come from.
     """
 

@@ -40,8 +40,7 @@ def smaller(options: Options) -> Options:
     """Returns the options; those of `OPTIONS` that have their defaults have its values."""
     defaults = {each.name: each.default for each in fields(cast(Any, options))}
     left = [name for name in OPTIONS if getattr(options, name) == defaults[name]]
-    made: Options = replace(cast(Any, options), **{name: OPTIONS[name] for name in left})
-    return made
+    return replace(cast(Any, options), **{name: OPTIONS[name] for name in left})
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ DECAY = 0.8  # the weight of a position's loss beside the loss of the position b
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """Computes logits (batch, length - 1, vocabulary) of tokens (batch, length) but the first."""
-    result: Tensor = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return result
+    return model(input_ids=tokens[:, :-1], use_cache=False).logits
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:

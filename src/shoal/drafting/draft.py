@@ -79,7 +79,7 @@ class DraftSpec:
             RequestError, ModelError: the drafter does not fit the target.
         """
         if not self.kind.maker:
-            return self.place  # type: ignore[no-any-return]
+            return self.place
         options = dict(self.options)
         if self.kind is MODEL:
             assert model is not None
@@ -89,8 +89,7 @@ class DraftSpec:
         elif self.kind.directory:
             options["directory"] = self.place
         maker = self.kind.load_maker()
-        drafter: Drafter = getattr(maker, "for_target", maker)(target, **options)
-        return drafter
+        return getattr(maker, "for_target", maker)(target, **options)
 
 
 @dataclass(frozen=True)

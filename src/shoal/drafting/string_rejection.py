@@ -295,8 +295,7 @@ class _Round:
 
 
 def _probabilities(logits: Tensor) -> npt.NDArray[np.float64]:
-    probs: npt.NDArray[np.float64] = logits.double().softmax(-1).cpu().numpy()
-    return probs
+    return logits.double().softmax(-1).cpu().numpy()
 
 
 def _tree(

@@ -43,8 +43,7 @@ def once(target: Runner, directory: str, load: Callable[[Path, Runner], Heads]) 
     key = f"{load.__qualname__} {Path(directory).resolve()}"
     if key not in known:
         known[key] = load(Path(directory), target)
-    heads: Heads = known[key]
-    return heads
+    return known[key]
 
 
 def read_config(directory: Path) -> dict[str, Any]:

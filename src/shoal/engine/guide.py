@@ -73,8 +73,7 @@ class Guide:
 
     def own_prompt(self, sampling: Sampling) -> Sequence[int]:
         """Returns the ids that this model reads in place of the prompt; empty = the prompt."""
-        ids: Sequence[int] = getattr(sampling, GUIDES_PROMPTS[self.role])
-        return ids
+        return getattr(sampling, GUIDES_PROMPTS[self.role])
 
     def _as_read(self, row: Row) -> Row:
         """Returns the row with the prompt that this model reads."""

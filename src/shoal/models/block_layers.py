@@ -148,8 +148,7 @@ class BlockHeads(nn.Module):
             output = attend(number, query, *_keys(own, normed, rotary))
             x = x + own.o_proj(output.flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        states: Tensor = self.norm(x)
-        return states
+        return self.norm(x)
 
 
 class BlockModel(Eagle3Model):
@@ -160,8 +159,7 @@ class BlockModel(Eagle3Model):
     """
 
     def get_output_embeddings(self) -> nn.Module:
-        head: nn.Module = self.heads.head
-        return head
+        return self.heads.head
 
     def forward(
         self,
@@ -184,16 +182,14 @@ class BlockModel(Eagle3Model):
                 "sliding_window": heads.form.windows[number],
                 "both_ways": not heads.form.causal[number],
             }
-            output: Tensor = function(self, query, keys, values, None, **options)[0]
-            return output
+            return function(self, query, keys, values, None, **options)[0]
 
         return SimpleNamespace(logits=heads.logits(heads(tokens, position_ids, attend)))
 
 
 def block_config(values: dict[str, Any]) -> Qwen3Config:
     """Makes the config of the layers, see `config_of`."""
-    config: Qwen3Config = config_of(Qwen3Config, values, "vocab_size", "num_hidden_layers")
-    return config
+    return config_of(Qwen3Config, values, "vocab_size", "num_hidden_layers")
 
 
 def _by_head(attention: Any, projection: nn.Module, x: Tensor) -> Tensor:
@@ -211,5 +207,4 @@ def _keys(attention: Any, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Ten
 def _turned(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turns [rows, heads, q, dim] by the angles of its positions."""
     cos, sin = (angle.unsqueeze(1) for angle in rotary)
-    turned: Tensor = x * cos + rotate_half(x) * sin
-    return turned
+    return x * cos + rotate_half(x) * sin

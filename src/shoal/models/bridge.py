@@ -223,10 +223,7 @@ class Bridge:
         options: dict[str, Any] = (
             {"position_ids": positions.clamp(max=self.context - 1)} if self.takes_positions else {}
         )
-        logits: Tensor = self.hf(
-            tokens, use_cache=True, **{self._cache_name: cache}, **options
-        ).logits
-        return logits
+        return self.hf(tokens, use_cache=True, **{self._cache_name: cache}, **options).logits
 
     def plain_states(self, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Computes logits and hidden states without a cache, by the model's own attention.

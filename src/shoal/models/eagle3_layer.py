@@ -116,19 +116,16 @@ class Eagle3Heads(nn.Module):
 
     def read(self, hidden: Tensor) -> Tensor:
         """Returns the states [tokens, width] of the target's hidden states [tokens, features]."""
-        states: Tensor = self.fc(hidden)
-        return states
+        return self.fc(hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the embeddings [rows, q, width] of tokens [rows, q]."""
         embedding = self._embedding[0]
-        vectors: Tensor = (self.embed_tokens if embedding is None else embedding)(tokens)
-        return vectors
+        return (self.embed_tokens if embedding is None else embedding)(tokens)
 
     def drafted(self, states: Tensor) -> Tensor:
         """Computes logits over the ids that the heads draft, of the layer's states."""
-        logits: Tensor = self.lm_head(self.norm(states))
-        return logits
+        return self.lm_head(self.norm(states))
 
     def logits(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of the layer's states [..., width].
@@ -144,12 +141,9 @@ class Eagle3Heads(nn.Module):
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key = _with_mask(query, key, positions)
             keys, values = cache.update(key, value, 0)
-            output: Tensor = function(
-                self, query, keys, values, None, scaling=value.shape[-1] ** -0.5
-            )[0]
-            return output
+            return function(self, query, keys, values, None, scaling=value.shape[-1] ** -0.5)[0]
 
-        return self(tokens, states, positions, attend)  # type: ignore[no-any-return]
+        return self(tokens, states, positions, attend)
 
     def forward(
         self,
@@ -175,8 +169,7 @@ class Eagle3Heads(nn.Module):
         query, key, value = layer.self_attn.projected(x)
         query, key = apply_rotary_pos_emb(query, key, *self.rotary(x, positions))
         states = states + layer.self_attn.o_proj(attend(query, key, value).flatten(2))
-        computed: Tensor = states + layer.mlp(layer.post_attention_layernorm(states))
-        return computed
+        return states + layer.mlp(layer.post_attention_layernorm(states))
 
 
 States = Callable[[Plan], Tensor]
@@ -212,8 +205,7 @@ class Eagle3Model(nn.Module):
         return next(self.heads.parameters()).dtype
 
     def get_output_embeddings(self) -> nn.Module:
-        head: nn.Module = self.heads.lm_head
-        return head
+        return self.heads.lm_head
 
     def forward(
         self,
@@ -310,8 +302,7 @@ def config_of(kind: Callable[..., Any], values: dict[str, Any], *names: str) -> 
 
 def layer_config(values: dict[str, Any]) -> LlamaConfig:
     """Makes the config of the layer, see `config_of`."""
-    config: LlamaConfig = config_of(LlamaConfig, values, "mlp_bias", "norm_before_residual")
-    return config
+    return config_of(LlamaConfig, values, "mlp_bias", "norm_before_residual")
 
 
 def flattened(values: dict[str, Any]) -> dict[str, Any]:

@@ -175,12 +175,10 @@ class StackedLayer(nn.Module):
         known = self.entry["enorm"](self.embed_tokens(input_ids)), self.entry["hnorm"](states)
         joined = self.entry["eh_proj"](torch.cat(known, dim=-1))
         options = {"position_ids": positions, "cache": cache, "use_cache": False}
-        output: Tensor = self.layers[number](inputs_embeds=joined, **options).last_hidden_state
-        return output
+        return self.layers[number](inputs_embeds=joined, **options).last_hidden_state
 
     def _project_to_logits(self, states: Tensor) -> Tensor:
-        logits: Tensor = self.shared_head(states)
-        return logits
+        return self.shared_head(states)
 
 
 class MtpHeads(nn.Module):
@@ -217,10 +215,7 @@ class MtpHeads(nn.Module):
             positions: [rows, q].
             number: the number of the layer.
         """
-        output: Tensor = self.layer.forward_layer(
-            number, states, positions, cache, input_ids=tokens
-        )
-        return output
+        return self.layer.forward_layer(number, states, positions, cache, input_ids=tokens)
 
     def forward(
         self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attention, number: int = 0
@@ -239,8 +234,7 @@ class MtpHeads(nn.Module):
 
     def logits(self, states: Tensor) -> Tensor:
         """Computes logits over the target's vocabulary of the layer's states [..., width]."""
-        values: Tensor = self.layer._project_to_logits(states)
-        return values
+        return self.layer._project_to_logits(states)
 
 
 def load_layer(hf: Any, directory: Path, name: str) -> MtpHeads:

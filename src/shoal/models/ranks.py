@@ -185,8 +185,7 @@ class Ranks:
         """
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        heard: tuple[str, int, tuple[Any, ...], list[int]] = box[0]
-        return heard
+        return box[0]
 
 
 def pass_seconds() -> float:

@@ -276,8 +276,7 @@ class TokenTrie:
 
     def inner(self, nodes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Returns a mask of the nodes that have children."""
-        has_children: npt.NDArray[np.bool_] = self.first[nodes + 1] > self.first[nodes]
-        return has_children
+        return self.first[nodes + 1] > self.first[nodes]
 
 
 def token_trie(

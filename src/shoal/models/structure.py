@@ -76,8 +76,7 @@ def chunk_of(module: Any) -> int | None:
     kinds = getattr(config, "layer_types", None) or ()
     if index is None or index >= len(kinds) or kinds[index] != CHUNKED:
         return None
-    size: int | None = getattr(config, "attention_chunk_size", None)
-    return size
+    return getattr(config, "attention_chunk_size", None)
 
 
 def counts_columns(hf: Any) -> bool:
@@ -190,8 +189,7 @@ class Belongings(Generic[Value]):
         notes = vars(model).get(self.ATTRIBUTE)
         if not isinstance(notes, _Belongings) or notes.owner() is not model:
             notes = vars(model)[self.ATTRIBUTE] = _Belongings(model)
-        values: dict[Hashable, Value] = notes.setdefault(self._name, {})
-        return values
+        return notes.setdefault(self._name, {})
 
 
 class _Answers(threading.local):

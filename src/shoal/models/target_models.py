@@ -107,7 +107,7 @@ def head_of(runner: Runner) -> Callable[[Tensor], Tensor]:
         raise UnsupportedModel(
             f"the exits of {runner.name} cannot be compared: name one, as in self:exit=2"
         )
-    return lambda states: head(norm(states))  # type: ignore[no-any-return]
+    return lambda states: head(norm(states))
 
 
 def _model_of(runner: Runner, layers: int) -> Any:
@@ -262,17 +262,14 @@ class AssistantModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        own_device: torch.device = self.assistant.device
-        return own_device
+        return self.assistant.device
 
     @property
     def dtype(self) -> torch.dtype:
-        own_dtype: torch.dtype = self.assistant.dtype
-        return own_dtype
+        return self.assistant.dtype
 
     def get_output_embeddings(self) -> nn.Module:
-        head: nn.Module = self.assistant.lm_head
-        return head
+        return self.assistant.lm_head
 
     def forward(
         self, tokens: Tensor, past_key_values: SlotCache, use_cache: bool, position_ids: Tensor
@@ -305,7 +302,7 @@ class AssistantModel(nn.Module):
         """
         clusters, head = self.assistant.masked_embedding, self.assistant.lm_head
         if clusters is None:
-            return head(computed)  # type: ignore[no-any-return]
+            return head(computed)
         return torch.cat([clusters(row[None], head.weight) for row in computed])
 
 

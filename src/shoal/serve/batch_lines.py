@@ -216,8 +216,7 @@ def lossy_of(entry: Mapping[str, Any]) -> str:
 
 def _usage(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     body = (entry.get("response") or {}).get("body", {}) if "custom_id" in entry else entry
-    usage: Mapping[str, Any] = body.get("usage", {})
-    return usage
+    return body.get("usage", {})
 
 
 MAX_BLOCK_LINES = 64

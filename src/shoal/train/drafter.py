@@ -123,8 +123,7 @@ def small_model(
     for name, parameter in model.named_parameters():
         if name in known and known[name].shape == parameter.shape:
             parameter.data.copy_(known[name].data)
-    own_model: PreTrainedModel = model
-    return own_model
+    return model
 
 
 CHARACTERS = 2_000_000
@@ -233,8 +232,7 @@ class DrafterTrainer(StagedTrainer):
             partial = file.with_suffix(".partial.npy")
             np.save(partial, np.array([token for row in rows for token in row], dtype=np.int32))
             partial.replace(file)
-        tokens: Tokens = np.load(file)
-        return tokens
+        return np.load(file)
 
     def logit_pairs(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns the drafter's and the target's logits at each exit, the whole model last.

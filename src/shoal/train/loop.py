@@ -38,8 +38,7 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = A * x + (B * gram + C * gram @ gram) @ x
-    result: Tensor = x.mT if tall else x
-    return result
+    return x.mT if tall else x
 
 
 class Muon(torch.optim.Optimizer):

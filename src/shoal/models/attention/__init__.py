@@ -82,8 +82,7 @@ class Masks:
         """Returns the result of the pass's first call of `make` for that key."""
         if key not in self._results:
             self._results[key] = make()
-        result: T = self._results[key]
-        return result
+        return self._results[key]
 
     def both_ways(self) -> Masks:
         """Returns masks of the pass by which a column also sees the columns behind it."""

@@ -151,10 +151,9 @@ def _part(
     """
     if query.device.type == "cpu" and inputs.softcap is None and key.shape[-1] == value.shape[-1]:
         # `scaled_dot_product_attention` calls this on a CPU, but does not return the denominator.
-        part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, attn_mask=bias, scale=inputs.scale
         )
-        return part
     scores = _scores(query, key, bias, inputs)
     log = scores.logsumexp(dim=-1)
     return (scores - log[..., None]).exp().to(value.dtype) @ value, log

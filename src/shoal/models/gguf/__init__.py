@@ -67,8 +67,7 @@ def library() -> ModuleType:
     _callbacks.append(hear)
     llama_cpp.llama_log_set(hear, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
-    module: ModuleType = llama_cpp
-    return module
+    return llama_cpp
 
 
 def complaint(otherwise: str) -> str:

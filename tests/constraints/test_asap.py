@@ -365,7 +365,7 @@ def test_tries_that_were_used_least_recently_are_given_up() -> None:
 # ── for users ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.slow(but=["None"])
+@pytest.mark.slow(but=["None", "recycling"])
 @pytest.mark.parametrize("draft", [None, "suffix:nodes=8", "recycling"])
 def test_samples_of_a_grammar_learn_from_each_other(draft: str | None, bundled: shoal.Shoal) -> None:
     pair = bundled if draft is None else shoal.load(draft=draft, compile="off", max_batch=8)

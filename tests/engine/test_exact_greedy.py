@@ -66,7 +66,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.slow(but=["oracle-0"])
+@pytest.mark.slow(but=["oracle-3", "random-3", "adversarial-8", "sometimes-8"])
 @pytest.mark.parametrize(("kind", "k"), [(kind, k) for kind, lengths in LENGTHS.items() for k in lengths])
 def test_every_draft_length_and_drafter(kind: str, k: int) -> None:
     prompts = 5 if k < 8 else 3

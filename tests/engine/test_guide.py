@@ -191,7 +191,7 @@ def test_four_tokens_of_a_target_led_to_an_expert(rule: Rule) -> None:
 JOINING: list[dict[str, Any]] = [{"quantum": 4, "max_batch": 3}, {"prefix_sharing": "shared"}, {"chunk": 3}, {}]
 
 
-@pytest.mark.slow(but=["plain"])
+@pytest.mark.slow(but=["model-{'quantum': 4, 'max_batch': 3}"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [(name, options) for name in MADE for options in JOINING[: None if name == "model" else 2]],

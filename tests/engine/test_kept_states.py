@@ -87,7 +87,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.slow(but=["lfm2-3"])
+@pytest.mark.slow(but=["lfm2-3", "jamba-3"])
 @pytest.mark.parametrize(
     ("family", "k"),
     [("lfm2", 3), *((family, 3 * (i % 2)) for i, family in enumerate((*FAMILIES, *STEPWISE)))]

@@ -182,7 +182,7 @@ def test_no_owner_is_remembered_of_whom_nothing_is_kept() -> None:
 # ── through the engine ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.slow(but=["0-512-copied"])
+@pytest.mark.slow(but=["0-512-copied", "3-7-shared"])
 @pytest.mark.parametrize("sharing", ["copied", "shared"])
 @pytest.mark.parametrize(("k", "chunk"), [(0, 512), (3, 512), (3, 7)])
 def test_later_prompts_compute_what_is_new(k: int, chunk: int, sharing: str) -> None:

@@ -112,7 +112,7 @@ def under_way(drafter: str = "plain", new: int = 60, **options: Any) -> tuple[En
 # ── the same tokens in fewer passes ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.slow(but=["plain"])
+@pytest.mark.slow(but=["plain", "model"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_are_those_of_rows_alone(drafter: str) -> None:
     """A greedy and a sampled prompt ride one after the other, beside rows that draft or do not."""

@@ -334,7 +334,16 @@ def require_here(problems: list[Problem], box: Sandbox) -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.slow(but=["bubblewrap-typescript", "limits-javascript"])
+@pytest.mark.slow(
+    but=[
+        "bubblewrap-python",
+        "bubblewrap-javascript",
+        "bubblewrap-cpp",
+        "namespaces-python",
+        "namespaces-typescript",
+        "limits-javascript",
+    ]
+)
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_results_of_a_language(each_box: Sandbox, language: str) -> None:
     prompt, right, tests = ADD[language]

@@ -47,7 +47,7 @@ def test_every_language_has_an_example_and_runs() -> None:
     assert len(set(NAMES.values())) == 17  # of 18: Julia is refused
 
 
-@pytest.mark.slow(but=["cs"])
+@pytest.mark.slow(but=["js", "cpp", "sh"])
 @pytest.mark.parametrize("language", RECORDS)
 def test_a_program_passes_when_its_tests_have_passed(box: Sandbox, tmp_path: Path, language: str) -> None:
     (asked,) = read(tmp_path / "set.jsonl", record(language))

@@ -152,7 +152,7 @@ def test_files_that_runtimes_ask_for_are_readable_or_not_there(box: Sandbox, fol
 # Too much of something
 
 
-@pytest.mark.slow(but=["bubblewrap"])
+@pytest.mark.slow(but=["bubblewrap", "namespaces"])
 def test_a_fork_bomb_is_killed(attack: Callable[..., StepResult]) -> None:
     ended = attack(
         """
@@ -218,7 +218,9 @@ def rights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sandbox.subprocess, "Popen", lambda command, **how: start([*IN_A_CONTAINER, *command], **how))
 
 
-@pytest.mark.slow(but=["bubblewrap-in a container-private"])
+@pytest.mark.slow(
+    but=["bubblewrap-in a container-private", "namespaces-with all rights-shared", "limits-in a container-shared"]
+)
 @pytest.mark.usefixtures("rights")
 @pytest.mark.parametrize("kind", ["private", "shared"])
 def test_memory_is_summed_over_processes(attack: Callable[..., StepResult], kind: str) -> None:
@@ -236,7 +238,7 @@ def test_memory_is_summed_over_processes(attack: Callable[..., StepResult], kind
     assert ended.reason == "memory"
 
 
-@pytest.mark.slow(but=["bubblewrap-with all rights"])
+@pytest.mark.slow(but=["bubblewrap-with all rights", "namespaces-in a container"])
 @pytest.mark.usefixtures("rights")
 def test_memory_that_forks_share_is_counted_once(attack: Callable[..., StepResult]) -> None:
     ended = attack(
@@ -253,14 +255,13 @@ def test_memory_that_forks_share_is_counted_once(attack: Callable[..., StepResul
     assert ended.succeeded
 
 
-@pytest.mark.slow(but=["bubblewrap"])
 def test_a_program_that_sleeps_forever_is_killed(attack: Callable[..., StepResult]) -> None:
     ended = attack("import time; time.sleep(1000)", wall_seconds=1.0)
     assert (ended.reason, ended.returncode) == ("time", None)
     assert ended.seconds >= 1
 
 
-@pytest.mark.slow(but=["bubblewrap"])
+@pytest.mark.slow(but=["bubblewrap", "namespaces"])
 def test_a_program_that_computes_forever_is_killed(attack: Callable[..., StepResult]) -> None:
     ended = attack("while True: pass", cpu_seconds=1)
     assert (ended.reason, ended.returncode) == ("time", -24)
@@ -374,7 +375,7 @@ def test_no_file_systems_are_mounted(attack: Callable[..., StepResult]) -> None:
     assert ended.stdout in ("0 -1 1\n", "-1 -1 1\n")  # EPERM
 
 
-@pytest.mark.slow(but=["bubblewrap"])
+@pytest.mark.slow(but=["bubblewrap", "limits"])
 def test_a_room_is_removed_however_deep_and_closed_it_is(attack: Callable[..., StepResult]) -> None:
     ended = attack(
         """
@@ -563,7 +564,6 @@ def test_a_daemon_ends_with_its_program(attack: Callable[..., StepResult], token
     assert (ended.succeeded, ended.stdout, running(token)) == (True, "left\n", [])
 
 
-@pytest.mark.slow(but=["bubblewrap"])
 def test_a_daemon_is_killed_with_its_program(attack: Callable[..., StepResult], token: str) -> None:
     ended = attack(DAEMON + "time.sleep(1000)", wall_seconds=1.0)
     assert (ended.reason, running(token)) == ("time", [])

@@ -86,7 +86,7 @@ BODIES = {
 }
 
 
-@pytest.mark.slow(but=["bubblewrap-a pool-None"])
+@pytest.mark.slow(but=["bubblewrap-a pool-None", "namespaces-threads", "limits-a pool-None"])
 @pytest.mark.parametrize("canonical", [None, "    raise ValueError"])
 @pytest.mark.parametrize("name", BODIES)
 def test_completions_may_use_them(box: Sandbox, name: str, canonical: str | None) -> None:

@@ -46,7 +46,7 @@ SETTINGS: dict[str, list[Sampling]] = {
 }
 
 
-@pytest.mark.slow(but=["0-rejection-several"])
+@pytest.mark.slow(but=["0-rejection-several", "4-coupled-top_p"])
 @pytest.mark.parametrize(
     ("k", "rule", "settings"),
     [

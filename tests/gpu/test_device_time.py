@@ -62,7 +62,7 @@ def round_of(device: Pretend, made: Any) -> tuple[int, int, float]:
             return counts["launch"], counts["captured"], spent.seconds_target + spent.seconds_draft
 
 
-@pytest.mark.slow(but=["0-True"])
+@pytest.mark.slow(but=["4-True"])
 @pytest.mark.parametrize("by_stages", [False, True])
 @pytest.mark.parametrize("k", [0, 4])
 def test_models_take_the_time_of_their_functions_or_passes(

@@ -65,7 +65,7 @@ def failures(made: Engine) -> list[str]:
     return [one for runner in runners_of(made) if runner.captures is not None for one in runner.captures.failures]
 
 
-@pytest.mark.slow(but=["0-rejection-samplings0"])
+@pytest.mark.slow(but=["0-rejection-samplings0", "4-rejection-samplings1"])
 @pytest.mark.parametrize(("k", "rule", "samplings"), CASES)
 def test_samples_and_counts_are_those_of_rounds_one_by_one(
     k: int, rule: str, samplings: Sequence[Sampling], device: Pretend, monkeypatch: pytest.MonkeyPatch
@@ -94,7 +94,7 @@ def ending(device: Pretend, k: int, waiting: int) -> Engine:
     return made
 
 
-@pytest.mark.slow(but=["0-0"])
+@pytest.mark.slow(but=["0-0", "4-0"])
 @pytest.mark.parametrize("waiting", [0, 5])
 @pytest.mark.parametrize("k", [0, K])
 def test_rows_that_end_leave_the_others_as_they_are(

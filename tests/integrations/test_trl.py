@@ -169,7 +169,7 @@ PROCESSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow(but=["{}"])
+@pytest.mark.slow(but=["{}", "{'temperature': 0.7, 'top_p': 0.8}"])
 @pytest.mark.parametrize("options", PROCESSED, ids=str)
 @torch.no_grad()
 def test_the_ratio_of_the_loss_is_one_whatever_is_truncated(options: dict[str, Any], tokenizer: Any) -> None:

@@ -217,7 +217,7 @@ except ImportError as error:
 """
 
 
-@pytest.mark.slow(but=["transformers.modeling_flash_attention_utils-True"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "needed"),
     [

@@ -110,7 +110,7 @@ def load(
         UnsupportedModel, PairMismatch: with the reason.
     """
     stages = LoadStages(progress)
-    asked = LoadOptions(
+    load_options = LoadOptions(
         dtype=dtype,
         device=device,
         revision=revision,
@@ -122,7 +122,7 @@ def load(
         local_files_only=local_files_only,
         compile=compile,
     )
-    options = PairOptions(asked, draft_revision, quantize, tokenizer, guide, expert)
+    options = PairOptions(load_options, draft_revision, quantize, tokenizer, guide, expert)
     loaded = load_pair(target, draft, options, stages)
     pair = Shoal(
         loaded.target,

@@ -200,10 +200,10 @@ def _require_packages(ray: bool) -> None:
         ray_cluster()  # before there is an output
 
 
-def _rule(asked: str, lines: Sequence[BatchLine]) -> str:
+def _rule(rule: str, lines: Sequence[BatchLine]) -> str:
     """Returns the rule of a run: a seed in any line asks for the coupled one."""
-    if asked != "auto":
-        return asked
+    if rule != "auto":
+        return rule
     return "coupled" if any(line.seeded for line in lines) else "rejection"
 
 

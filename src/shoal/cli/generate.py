@@ -177,16 +177,16 @@ def generate(
     accepted drafts in green. Ctrl-C stops and prints the finished samples, in a terminal the
     unfinished ones too.
     """
-    asked = prompts.read()
+    lines = prompts.read()
     options = sampling.given() | {
         "lookahead": parse_lookahead(speculation.lookahead),
         "rule": speculation.rule,
     }
     grammar = grammars.given()
     options |= {} if grammar is None else {"grammar": grammar}
-    merged(asked, sampling.n, options)  # a wrong value is reported before a model is loaded
+    merged(lines, sampling.n, options)  # a wrong value is reported before a model is loaded
     chats.before()
-    run = Generation(asked, chats, sampling, output, options)
+    run = Generation(lines, chats, sampling, output, options)
     result, interrupted = run.follow(source)
     run.deliver(result, interrupted)
     if result.stats.lossy:

@@ -131,7 +131,7 @@ def follow(stream: Stream, show: Callable[[Increment], None]) -> tuple[Result, b
 
 def document(
     result: Result,
-    asked: Sequence[PromptLine],
+    lines: Sequence[PromptLine],
     sample: Callable[[Sample], dict[str, Any]],
     *,
     ranked: bool = False,
@@ -143,7 +143,7 @@ def document(
         ranked: put samples with the best mean log-probability first.
     """
     prompts = []
-    for output, one in zip(result, asked, strict=True):
+    for output, one in zip(result, lines, strict=True):
         samples = [sample(each) for each in (output.ranked if ranked else output.samples)]
         prompts.append(
             {"prompt": one.text, "samples": samples}

@@ -113,7 +113,7 @@ def _by_ids(biases: Mapping[str, Any], where: str) -> dict[int, Any]:
 
 
 def merged(
-    asked: Sequence[PromptLine],
+    lines: Sequence[PromptLine],
     n: int,
     options: Mapping[str, Any],
     ends: Sequence[str] = (),
@@ -132,13 +132,13 @@ def merged(
         RequestError: with file and line, for options out of range.
     """
     require_samples(n)
-    if not any(one.options or one.n is not None for one in asked):
+    if not any(one.options or one.n is not None for one in lines):
         split_options(_without_texts(options))
         return {"n": n, **with_ends(options, ends)}
     _, _, speculation = split_options(_without_texts(options))
-    each = [_settings(one, options, ends, tokenizer) for one in asked]
+    each = [_settings(one, options, ends, tokenizer) for one in lines]
     return {
-        "n": [n if one.n is None else one.n for one in asked],
+        "n": [n if one.n is None else one.n for one in lines],
         "sampling": [sampling for sampling, _ in each],
         "limits": [limits for _, limits in each],
         "speculation": speculation,

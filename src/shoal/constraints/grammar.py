@@ -197,7 +197,7 @@ def _pack_masks(states: Sequence[TextState], which: int, width: int) -> Bits:
     started = _clock()
     bits = np.zeros((len(states), -(-width // 32)), dtype=np.int32)
     # Matcher, place of the first mask to fill, tokens that lead to the next ones.
-    asked: list[tuple[Any, int, list[int]]] = []
+    fills: list[tuple[Any, int, list[int]]] = []
     chains, trees = [], []
     for places in _by_row(states):
         track = states[places[0]].tracks[which]
@@ -205,14 +205,14 @@ def _pack_masks(states: Sequence[TextState], which: int, width: int) -> Bits:
         if not _is_chain(states, places):
             trees.append((track, places))
         elif (matcher := track.at(states[places[0]])) is not None:
-            asked.append((matcher, places[0], [states[i].token for i in places[1:]]))
+            fills.append((matcher, places[0], [states[i].token for i in places[1:]]))
             chains.append((track, places))
-    _fill_at_once(asked, bits)
+    _fill_at_once(fills, bits)
     late = _clock() - started > MASK_SECONDS
     # The masks of a matcher that failed claim that the text may end.
     again = [
         chain
-        for chain, (matcher, *_) in zip(chains, asked, strict=True)
+        for chain, (matcher, *_) in zip(chains, fills, strict=True)
         if late or matcher.is_error()
     ]
     for track, places in again + trees:
@@ -233,12 +233,12 @@ def _is_chain(states: Sequence[TextState], places: Sequence[int]) -> bool:
     return all(b == a + 1 and states[b].parent is states[a] for a, b in itertools.pairwise(places))
 
 
-def _fill_at_once(asked: Sequence[tuple[Any, int, list[int]]], bits: Bits) -> None:
+def _fill_at_once(fills: Sequence[tuple[Any, int, list[int]]], bits: Bits) -> None:
     """Fills the masks of chains."""
     filling = _filling()
-    if single := [(matcher, at) for matcher, at, ahead in asked if not ahead]:
+    if single := [(matcher, at) for matcher, at, ahead in fills if not ahead]:
         filling.fill_next_token_bitmask_par(_executor(), single, bits)
-    if several := [ask for ask in asked if ask[2]]:
+    if several := [ask for ask in fills if ask[2]]:
         filling.fill_next_token_bitmask_par_with_draft_tokens(_executor(), several, bits)
 
 

@@ -292,8 +292,8 @@ class LanguageServer:
     async def _begin(self) -> None:
         _, types = _library()
         await self._client.start_io(*self._command)
-        asked = types.InitializeParams(capabilities=types.ClientCapabilities(), root_uri=None)
-        await self._client.initialize_async(asked)
+        params = types.InitializeParams(capabilities=types.ClientCapabilities(), root_uri=None)
+        await self._client.initialize_async(params)
         self._client.initialized(types.InitializedParams())
 
     async def _names(self, before: str, behind: str) -> Collection[str]:
@@ -309,8 +309,8 @@ class LanguageServer:
             self._client.text_document_did_change(changed)
         line, start = before.count("\n"), before.rfind("\n") + 1
         place = types.Position(line, len(before[start:].encode("utf-16-le")) // 2)
-        asked = types.CompletionParams(types.TextDocumentIdentifier(uri), place)
-        completions = await self._client.text_document_completion_async(asked)
+        params = types.CompletionParams(types.TextDocumentIdentifier(uri), place)
+        completions = await self._client.text_document_completion_async(params)
         items = getattr(completions, "items", completions) or []
         words = any(item.kind in _OTHER for item in items)  # no members: words of the text, headers
         if words or getattr(completions, "is_incomplete", False):

@@ -232,8 +232,8 @@ class BlockDrafter(Eagle3Drafter):
 
         The cache is left with the context of each row.
         """
-        asked = [row for row, length in enumerate(inputs.lengths) if length]
-        rows, cache = [inputs.rows[row] for row in asked], self.runner.cache
+        drafted = [row for row, length in enumerate(inputs.lengths) if length]
+        rows, cache = [inputs.rows[row] for row in drafted], self.runner.cache
         slots = self.slots(rows)
         feed_prompts(
             self.runner,
@@ -250,7 +250,7 @@ class BlockDrafter(Eagle3Drafter):
         if len(rows) == len(inputs.rows):
             return logits
         whole = logits.new_zeros(len(inputs.rows), *logits.shape[1:])
-        whole[asked] = logits
+        whole[drafted] = logits
         return whole
 
     def _states(self, plan: Plan) -> Tensor:

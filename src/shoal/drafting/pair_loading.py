@@ -185,18 +185,18 @@ def load_pair(
     target, model = _sources(target, drafting)
     formats = parse_formats(options.quantize)
     _check_options(target, model, drafting, options, formats)
-    asked = _within_reach(target, model, options)
+    load_options = _within_reach(target, model, options)
     tokenizer = options.tokenizer
     if tokenizer is None:
         with stages.stage("tokenizer", "target"):
-            tokenizer = _tokenizer(target, asked)
+            tokenizer = _tokenizer(target, load_options)
     if drafting is not None:
         drafting.require_files(tokenizer)
-    runner = _runner(target, replace(asked, quantize=formats["target"]), stages.of("target"))
+    runner = _runner(target, replace(load_options, quantize=formats["target"]), stages.of("target"))
     draft_model = None
     if model is not None:
         asked_of_draft = replace(
-            asked,
+            load_options,
             revision=options.draft_revision,
             quantize=formats["draft"],
             target_dtype=runner.dtype,
@@ -206,7 +206,7 @@ def load_pair(
         draft_model = _draft_model(model, runner, tokenizer, asked_of_draft, stages.of("draft"))
     draft_runner = None if draft_model is None else draft_model.runner
     asked_of_guides = replace(
-        asked, revision=None, target_dtype=runner.dtype, tensor_parallel=False, kv="off"
+        load_options, revision=None, target_dtype=runner.dtype, tensor_parallel=False, kv="off"
     )
     others = {
         role: _guide(source, runner, tokenizer, asked_of_guides, stages.of(role))
@@ -221,9 +221,9 @@ def load_pair(
     ]
     for role, source, one in loaded:
         if one is not None:
-            owned = not isinstance(source, nn.Module) and not asked.tensor_parallel
+            owned = not isinstance(source, nn.Module) and not load_options.tensor_parallel
             with stages.of(role)("passes"):
-                choose_passes(one, asked.compile, owned=owned)
+                choose_passes(one, load_options.compile, owned=owned)
     if draft_runner is not None:
         exits_of(draft_runner)  # exits that it does not have are refused here
     if drafting is not None:
@@ -262,12 +262,12 @@ def _check_options(
     formats: Mapping[str, str],
 ) -> None:
     """Raises RequestError for options that a source does not take."""
-    asked, draft_revision = options.target, options.draft_revision
+    load_options, draft_revision = options.target, options.draft_revision
     placing = {
-        "dtype": asked.dtype,
-        "device": asked.device,
-        "revision": asked.revision,
-        "tensor_parallel": asked.tensor_parallel,
+        "dtype": load_options.dtype,
+        "device": load_options.device,
+        "revision": load_options.revision,
+        "tensor_parallel": load_options.tensor_parallel,
     }
     _check_source("target", target, **placing, quantize=formats["target"])
     for_models = draft_revision is not None or formats["draft"] != "off"
@@ -315,51 +315,53 @@ def _check_source(role: str, source: Source | None, **options: Any) -> None:
 
 def _within_reach(target: Source, model: Source | None, options: PairOptions) -> LoadOptions:
     """Returns the target's options, local where a model is; RequestError: out of reach."""
-    asked = options.target
+    load_options = options.target
     sources = (
-        (target, asked.revision),
+        (target, load_options.revision),
         (model, options.draft_revision),
         *((source, None) for source in options.other_guides.values()),
     )
     local = [
-        require_source(name, version, asked.local_files_only)
+        require_source(name, version, load_options.local_files_only)
         for name, version in sources
         if isinstance(name, (str, Path))
     ]
-    return replace(asked, local_files_only=any(local))
+    return replace(load_options, local_files_only=any(local))
 
 
 def _draft_model(
-    source: Source, target: Runner, tokenizer: Any, asked: LoadOptions, watch: StageWatch
+    source: Source, target: Runner, tokenizer: Any, options: LoadOptions, watch: StageWatch
 ) -> DraftModel:
-    tokenizers = Tokenizers(tokenizer, _tokenizer(source, asked))
+    tokenizers = Tokenizers(tokenizer, _tokenizer(source, options))
     return DraftModel.load(
-        source, target, tokenizers, lambda kept: _runner(source, replace(asked, kept=kept), watch)
+        source, target, tokenizers, lambda kept: _runner(source, replace(options, kept=kept), watch)
     )
 
 
 def _guide(
-    source: Source, target: Runner, tokenizer: Any, asked: LoadOptions, watch: StageWatch
+    source: Source, target: Runner, tokenizer: Any, options: LoadOptions, watch: StageWatch
 ) -> Runner:
-    guide = _runner(source, asked, watch)
-    require_guide(target, guide, tokenizer, _tokenizer(source, asked))
+    guide = _runner(source, options, watch)
+    require_guide(target, guide, tokenizer, _tokenizer(source, options))
     return guide
 
 
-def _tokenizer(source: Source, asked: LoadOptions) -> Any:
+def _tokenizer(source: Source, options: LoadOptions) -> Any:
     if isinstance(source, nn.Module):
         return pretrained.tokenizer_at_hand(source)
     return pretrained.load_tokenizer(
         source,
-        revision=asked.revision,
-        trust_remote_code=asked.trust_remote_code,
-        local_files_only=asked.local_files_only,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+        local_files_only=options.local_files_only,
     )
 
 
-def _runner(source: Source, asked: LoadOptions, watch: StageWatch) -> Runner:
+def _runner(source: Source, options: LoadOptions, watch: StageWatch) -> Runner:
     if isinstance(source, nn.Module):
         with watch("checking"):
             name = pretrained.name_of(source)
-            return loading.wrap(source, name, asked.attention, strict=asked.strict, kv=asked.kv)
-    return loading.load_runner(source, asked, watch)
+            return loading.wrap(
+                source, name, options.attention, strict=options.strict, kv=options.kv
+            )
+    return loading.load_runner(source, options, watch)

@@ -84,21 +84,21 @@ class TreeDrafter(ModelDrafter):
                 self._fed[row] = len(row.tokens) - 1, [places.get(node, 0) for node in own]
         return tree
 
-    def _after_roots(self, inputs: DraftInputs, asked: Sequence[Node]) -> Tensor:
-        """Returns the logits after the rows' last tokens, [asked, vocab of the drafter]."""
+    def _after_roots(self, inputs: DraftInputs, nodes: Sequence[Node]) -> Tensor:
+        """Returns the logits after the rows' last tokens, [nodes, vocab of the drafter]."""
         logits = self.first_logits(inputs)
-        return logits[torch.tensor([node.row for node in asked], device=logits.device)]
+        return logits[torch.tensor([node.row for node in nodes], device=logits.device)]
 
     def _after_trees(
-        self, inputs: DraftInputs, held: Sequence[int], fed: Sequence[Node], asked: Sequence[Node]
+        self, inputs: DraftInputs, held: Sequence[int], fed: Sequence[Node], nodes: Sequence[Node]
     ) -> Tensor:
-        """Returns the logits after nodes, [asked, vocab of the drafter].
+        """Returns the logits after nodes, [nodes, vocab of the drafter].
 
         Args:
             inputs: the inputs of the round.
             held: the number of tokens of each row in the cache before the round.
             fed: the nodes to feed, each row's from its root on; they include the asked ones.
-            asked: the nodes whose logits are wanted.
+            nodes: the nodes whose logits are wanted.
         """
         columns = _columns(fed)
         blocks, parents, slots = [], [], self.slots(inputs.rows)
@@ -113,19 +113,19 @@ class TreeDrafter(ModelDrafter):
         padded = [block + block[:1] * (max(counts) - len(block)) for block in blocks]
         tokens = torch.tensor(padded, device=self.runner.device)
         logits = self.runner.feed(slots, tokens, counts, parents=parents)
-        index = torch.tensor([[node.row, columns[node]] for node in asked], device=logits.device)
+        index = torch.tensor([[node.row, columns[node]] for node in nodes], device=logits.device)
         return logits[index[:, 0], index[:, 1]]
 
     def _q(
-        self, inputs: DraftInputs, logits: Tensor, asked: Sequence[Node]
+        self, inputs: DraftInputs, logits: Tensor, nodes: Sequence[Node]
     ) -> tuple[Tensor, list[bool]]:
         """Returns the distributions of the nodes' children, [asked, vocab], and which are valid."""
         faults: Faults = {}
         requests: dict[int, Request] = {}
         rows = [
-            _drawing_copy(inputs.rows[node.row], requests) for node in asked
+            _drawing_copy(inputs.rows[node.row], requests) for node in nodes
         ]  # each node has a copy, for its faults
-        positions = Positions(rows, [node.path() for node in asked], first=asked[0].depth)
+        positions = Positions(rows, [node.path() for node in nodes], first=nodes[0].depth)
         q = probabilities(self.of_target(logits)[:, None], positions, faults)[:, 0]
         sound = [row not in faults for row in rows]
         if not all(sound):
@@ -133,7 +133,7 @@ class TreeDrafter(ModelDrafter):
             self.clean(
                 [
                     inputs.rows[node.row]
-                    for node, is_finite in zip(asked, finite, strict=True)
+                    for node, is_finite in zip(nodes, finite, strict=True)
                     if not is_finite
                 ]
             )
@@ -143,7 +143,7 @@ class TreeDrafter(ModelDrafter):
         self,
         inputs: DraftInputs,
         growth: Growth,
-        asked: Sequence[Node],
+        nodes: Sequence[Node],
         q: Tensor,
         sound: Sequence[bool],
         depth: int,
@@ -153,11 +153,11 @@ class TreeDrafter(ModelDrafter):
         Paths grow no further if a node of the row has no distribution, or by `DraftInputs.stop`.
         """
         lengths = list(growth.lengths)
-        for node, is_sound in zip(asked, sound, strict=True):
+        for node, is_sound in zip(nodes, sound, strict=True):
             lengths[node.row] = lengths[node.row] if is_sound else min(lengths[node.row], depth)
         if inputs.stop is not None:
             sure = [0.0] * len(lengths)
-            for node, highest in zip(asked, q.amax(-1).tolist(), strict=True):
+            for node, highest in zip(nodes, q.amax(-1).tolist(), strict=True):
                 sure[node.row] = max(sure[node.row], highest)
             lengths = [min(pair) for pair in zip(lengths, inputs.stop(depth, sure), strict=True)]
         return lengths

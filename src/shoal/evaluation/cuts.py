@@ -185,10 +185,10 @@ def graded(
     samples: Sequence[VariantSamples], grader: Grader
 ) -> Iterator[tuple[VariantSamples, list[Grade]]]:
     """Yields each variant's samples with the grades of their completions."""
-    asked: Iterable[tuple[str, str]] = [
+    texts: Iterable[tuple[str, str]] = [
         (each.cut.problem.task_id, text) for each in samples for text in each.completions
     ]
-    grades = iter(grader(asked))
+    grades = iter(grader(texts))
     for each in samples:
         yield each, [next(grades) for _ in each.completions]
 

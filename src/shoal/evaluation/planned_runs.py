@@ -163,12 +163,13 @@ def summary_of(
         return {"mean": float(values.mean()), "low": float(low), "high": float(high)}
 
     passed = {method: table.at(1, math.inf) for method, table in tables.items()}
-    asked = [samples[name]["attempts"] for name in names if samples[name]["attempts"]]
+    attempts = [samples[name]["attempts"] for name in names if samples[name]["attempts"]]
     methods = {
         method: {
             "pass@1": estimate(passed[method]),
-            "public": sum(each[method]["samples"][0]["public"] == 1 for each in asked) / len(names),
-            **{name: mean([each[method][name] for each in asked] or [0]) for name in AMOUNTS},
+            "public": sum(each[method]["samples"][0]["public"] == 1 for each in attempts)
+            / len(names),
+            **{name: mean([each[method][name] for each in attempts] or [0]) for name in AMOUNTS},
         }
         for method in PLANS
     }

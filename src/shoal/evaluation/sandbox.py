@@ -179,8 +179,8 @@ def _node_modules(node: str | None) -> list[str]:
         Path(node).resolve().parents[1] / "lib" / "node_modules",
         Path("/usr/local/lib/node_modules"),
     ]
-    asked = [folder for folder in os.environ.get("NODE_PATH", "").split(os.pathsep) if folder]
-    return [path for path in dict.fromkeys([*asked, *map(str, customary)]) if os.path.isdir(path)]
+    extra = [folder for folder in os.environ.get("NODE_PATH", "").split(os.pathsep) if folder]
+    return [path for path in dict.fromkeys([*extra, *map(str, customary)]) if os.path.isdir(path)]
 
 
 LAST_SIGNAL = 64  # Perl and PHP exit with 255, which means no signal

@@ -154,10 +154,10 @@ class ItemResponse(ApiResponse):
         ]
 
     def _answer(self, writer: ItemWriter, status: str) -> Json:
-        asked = self.request
-        choice, tools = asked.tool_choice or "auto", asked.functions
+        request = self.request
+        choice, tools = request.tool_choice or "auto", request.functions
         sampling = self.parsed.requests[0].sampling
-        wanted = asked.text.format if asked.text and asked.text.format else None
+        wanted = request.text.format if request.text and request.text.format else None
         return {
             "id": self.api.id_prefix + self.key,
             "object": self.api.object_name,
@@ -167,20 +167,20 @@ class ItemResponse(ApiResponse):
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
             "model": self.model,
             "output": list(writer.items),
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "text": {"format": _dumped(wanted) or {"type": "text"}},
-            "temperature": _or(asked.temperature, sampling.temperature),
+            "temperature": _or(request.temperature, sampling.temperature),
             "tool_choice": _dumped(choice),
             "tools": [{"parameters": None, "strict": None, **_dumped(tool)} for tool in tools],
             "top_logprobs": self.parsed.top_logprobs or 0,
-            "top_p": _or(asked.top_p, sampling.top_p),
+            "top_p": _or(request.top_p, sampling.top_p),
             "truncation": "disabled",
             "usage": None,
         }

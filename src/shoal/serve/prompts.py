@@ -265,10 +265,10 @@ def _without_developers(messages: Sequence[dict[str, Any]]) -> list[dict[str, An
     return merged
 
 
-def _syntax_of(asked: BaseRequest | InfillRequest) -> Syntax | None:
+def _syntax_of(request: BaseRequest | InfillRequest) -> Syntax | None:
     """Returns the syntax that a body asks for by its name, or by that of a file."""
-    language, members = getattr(asked, "syntax", None), getattr(asked, "members", None) is True
-    named = getattr(asked, "filename", None)
+    language, members = getattr(request, "syntax", None), getattr(request, "members", None) is True
+    named = getattr(request, "filename", None)
     if members and (language or (named and language_of(named))) in SERVERS:
         message = (
             "members over HTTP are those of Python: a language server would read the files of this "
@@ -277,5 +277,5 @@ def _syntax_of(asked: BaseRequest | InfillRequest) -> Syntax | None:
         raise ApiError(400, message, param="members")
     if language is not None:
         return Syntax(language, members=members)
-    weighed = getattr(asked, "exact", None)
+    weighed = getattr(request, "exact", None)
     return syntax_by_name(None if weighed else named, members=members)

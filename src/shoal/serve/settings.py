@@ -123,21 +123,21 @@ def _given(request: BaseRequest) -> Iterator[tuple[str, Grammar]]:
 
 
 def _structured(request: BaseRequest) -> Iterator[tuple[str, Grammar]]:
-    asked = request.structured_outputs
-    if asked is None:
+    outputs = request.structured_outputs
+    if outputs is None:
         return
     values = {
-        "json": asked.json_schema,
-        "regex": asked.regex,
-        "choice": asked.choice,
-        "grammar": asked.grammar,
-        "json_object": asked.json_object,
+        "json": outputs.json_schema,
+        "regex": outputs.regex,
+        "choice": outputs.choice,
+        "grammar": outputs.grammar,
+        "json_object": outputs.json_object,
     }
     given = {kind: value for kind, value in values.items() if value is not None}
     if not given:
         message = f"structured_outputs says nothing: it needs one of {', '.join(values)}"
         raise ApiError(400, message, param="structured_outputs", code="invalid_value")
-    compact = asked.disable_any_whitespace is True
+    compact = outputs.disable_any_whitespace is True
     for kind, value in given.items():
         yield f"structured_outputs.{kind}", _of(kind, value, f"structured_outputs.{kind}", compact)
 

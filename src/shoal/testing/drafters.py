@@ -152,7 +152,7 @@ def check_drafter(
         InternalError: it proposes longer paths than it may.
     """
     nodes = 0
-    asked = scripted(hashed(vocab_size), vocab_size) if target is None else target
+    model = scripted(hashed(vocab_size), vocab_size) if target is None else target
     for rule, temperature in (
         (Coupled(), 1.0),
         (Coupled(), 0.0),
@@ -160,7 +160,7 @@ def check_drafter(
         (Rejection(), 1.0),
     ):
         recorded = _Recorded(make())
-        tokens_of_run = _tokens(asked, recorded, rule, lookahead, temperature)
+        tokens_of_run = _tokens(model, recorded, rule, lookahead, temperature)
         assert not recorded.present, "rows have left that the drafter was not told of"
         if target is None:
             expected = _plain_tokens(vocab_size, isinstance(rule, Coupled), temperature)

@@ -303,8 +303,8 @@ class Row(RowText):
         tokens that the drafter can draw within `draft_context`.
         """
         most = min(self.remaining - 1, self.draft_context - len(self.tokens) + 1)
-        asked = self.request.max_draft
-        return max(most if asked is None else min(most, asked), 0)
+        limit = self.request.max_draft
+        return max(most if limit is None else min(most, limit), 0)
 
     @property
     def draft_reach(self) -> int:

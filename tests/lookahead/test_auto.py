@@ -471,8 +471,8 @@ def test_rows_further_from_their_end_draft_more_unless_others_wait() -> None:
 
 def test_plans_rest_while_they_find_nothing() -> None:
     controller, rows = auto(STEEP, 0.5, 0.3), [row() for _ in range(8)]
-    plan, planned = controller._new_plan, []
-    controller._new_plan = lambda rows: planned.append(len(rows)) or plan(rows)  # type: ignore[method-assign,func-returns-value]
+    plan, planned = controller._best, []
+    controller._best = lambda rows, **kinds: planned.append(len(rows)) or plan(rows, **kinds)  # type: ignore[method-assign,func-returns-value]
     for _ in range(100):
         assert max(controller.lengths(rows, 0)) == 0
     assert len(planned) < 12
@@ -487,8 +487,8 @@ def test_plans_rest_while_they_find_nothing() -> None:
 def test_a_plan_goes_on_when_few_of_its_rows_end() -> None:
     """In any order of those that are left, as the last row moves to a free slot; another row, or a queue, is another question."""
     controller, rows = auto({1: 1.0, 600: 40.0}, 0.01, 0.8), [row() for _ in range(16)]
-    plan, planned = controller._new_plan, []
-    controller._new_plan = lambda rows: planned.append(len(rows)) or plan(rows)  # type: ignore[method-assign,func-returns-value]
+    plan, planned = controller._best, []
+    controller._best = lambda rows, **kinds: planned.append(len(rows)) or plan(rows, **kinds)  # type: ignore[method-assign,func-returns-value]
     assert controller.lengths(rows, 0) == [16] * 16
     left = [rows[0], rows[14], *rows[2:14]]
     for batch in (rows[:15], left):
@@ -892,7 +892,60 @@ def test_a_wait_is_as_many_rounds_as_it_says() -> None:
     for length in (1, 3, 7):
         backoff.extend(8)
         assert backoff.left == length
-        assert [backoff.is_over(8) for _ in range(length + 1)] == [False] * length + [True]
+        assert [backoff.waits(8) for _ in range(length + 1)] == [True] * length + [False]
+
+
+def useless(rounds: int, waits: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Auto, list[Any], list[int]]:
+    """A controller that knows drafts to be useless, its three rows, and the sizes of the passes that it learns from now on.
+
+    Its plain rounds come eight in one go, of a second each.
+    """
+    controller, rows = Auto(PairCosts(packed=True)), [row(10_000) for _ in range(3)]
+    while controller.costs.rounds < rounds or controller.costs.credit.waiting:
+        drafts = max(controller.lengths(rows, 0))
+        some = (
+            Outcome([drafts] * 3, [0] * 3, drafts, 2.0, 1.0) if drafts else Outcome([0] * 3, [0] * 3, 0, 1.0, 0.0, rounds=8)
+        )
+        controller.learn(some)
+    learned: list[int] = []
+    observe = CostCurve.observe
+    monkeypatch.setattr(
+        CostCurve, "observe", lambda self, size, seconds: (learned.append(size), observe(self, size, seconds))[1]
+    )
+    controller.costs.backoff._rows, controller.costs.backoff._left = 3, waits
+    return controller, rows, learned
+
+
+def test_of_plain_runs_alike_one_of_four_is_learned_and_the_account_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run costs the same, so the account is what it would be if each were learned; so is what it knows of the whole run."""
+    controller, rows, learned = useless(300, 80, monkeypatch)
+    credit, run = controller.costs.credit, controller.costs.credit.run
+    run.whole, spent, rounds, held = False, run.seconds, run._rounds, credit.seconds
+    for turn in range(1, 7):
+        assert controller.lengths(rows, 0) == [0, 0, 0]
+        controller.learn(Outcome([0] * 3, [0] * 3, 0, 1.0, 0.0, rounds=8))
+        assert (controller.costs.backoff.left, run._rounds - rounds) == (80 - 8 * turn, 8 * turn)
+    assert learned == [3]
+    assert (run.seconds - spent, credit.seconds - held) == (pytest.approx(32), pytest.approx(SHARE * 32))
+    controller.lengths([row(10_000) for _ in range(2)], 0)  # another run: the last two are told before it is judged
+    assert (run.seconds - spent, credit.seconds - held) == (pytest.approx(48), pytest.approx(SHARE * 48))
+
+
+def test_plain_runs_of_other_rows_or_by_themselves_are_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, rows, learned = useless(300, 10_000, monkeypatch)
+    single = Outcome([0] * 3, [0] * 3, 0, 1.0, 0.0)
+    for _ in range(3):
+        controller.lengths(rows, 0)
+        controller.learn(single)
+    assert learned == [3] * 3
+    controller.lengths(rows[:2], 0)
+    controller.learn(Outcome([0] * 2, [0] * 2, 0, 1.0, 0.0, rounds=8))
+    assert learned == [3] * 3 + [2]
+    controller.costs.backoff._rows, controller.costs.backoff._left = 2, 10_000
+    for _ in range(3):  # too few of two rows were seen for their median to be trusted
+        controller.lengths(rows[:2], 0)
+        controller.learn(Outcome([0] * 2, [0] * 2, 0, 1.0, 0.0, rounds=8))
+    assert learned == [3] * 3 + [2] * 4
 
 
 def test_credit_bounds_what_is_lost_whatever_drafts_cost() -> None:

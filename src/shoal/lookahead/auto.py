@@ -63,6 +63,11 @@ FEW = 8
 """A plan is kept until more than 1 / `FEW` of its rows have ended: planning takes time as well."""
 
 
+ALIKE = 4
+"""The number of runs of plain rounds of the same rows of which one is learned.
+
+The others are only counted: they teach the same between two plans, and learning takes time.
+"""
 TOGETHER = 8
 """The number of plain rounds that are computed to learn the cost of one.
 
@@ -94,6 +99,7 @@ class Auto(Controller):
         self._age = 0  # rounds since the plan was made
         self._unfed_tokens = 0
         self._longest: list[int] = []
+        self._alike = 0  # plain runs since one that was learned, this one included
         self._confidence: list[Sequence[float]] = []  # by position, then row
         # The seconds of a plain round of these rows; None = to be computed.
         self._plain: float | None = None
@@ -114,8 +120,14 @@ class Auto(Controller):
     def lengths(self, rows: Sequence[Row], waiting: int) -> list[int]:
         """Returns the longest draft of each row; drafting may stop earlier."""
         serials = [row.serial for row in rows]
+        same = serials == self._rows and (waiting > 0) == self._waiting
         self.costs.follow(serials)
-        if serials != self._rows or (waiting > 0) != self._waiting:
+        plain = self._plan is None and not any(self._longest)
+        if same and plain and self.costs.backoff.waits(len(rows)):
+            self._alike = 0 if self.costs.runs.doubts(len(rows)) else (self._alike + 1) % ALIKE
+            return self._longest
+        self._alike = 0
+        if not same:
             self.unfed.change(rows)
             self.costs.credit.run.whole &= not waiting
             if not self._goes_on(serials, waiting > 0):
@@ -188,10 +200,12 @@ class Auto(Controller):
         if self._holds:
             self._age += 1
             return rows
-        if self._plan is None and not costs.backoff.is_over(len(rows)):
+        if self._plan is None and costs.backoff.waits(len(rows)):
             return ()
         self._learn_acceptance()
-        self._plan = self._new_plan(rows) if costs.credit.allows_plans else None
+        self._plan = self._plain = None
+        if costs.credit.allows_plans:
+            self._plan = self._best(rows, waiting=self._waiting)
         if self._plan is not None:
             costs.backoff, self._age = Backoff(), 1
             return rows
@@ -236,23 +250,15 @@ class Auto(Controller):
         """
         self._learn_acceptance()
         plan = self._best(rows, waiting=True)
-        if plan is None or not repays(plan.rate, rows, self.unfed, self.costs):
-            return 0.0
-        return plan.rate
+        return 0.0 if plan is None else plan.rate
 
     def pause(self, rows: Sequence[Row]) -> None:
         """Notes that another drafter drafts for these rows."""
         self.unfed.leave(rows)
 
-    def _new_plan(self, rows: Sequence[Row]) -> DraftPlan | None:
-        self._plain = None
-        plan = self._best(rows, waiting=self._waiting)
-        if plan is None or not repays(plan.rate, rows, self.unfed, self.costs):
-            return None
-        return plan
-
     def _best(self, rows: Sequence[Row], *, waiting: bool) -> DraftPlan | None:
-        """Returns the best plan for these rows; None if plain decoding is better.
+        """Returns the best plan for these rows; None if plain decoding is better, or the plan does
+        not bring back the work before it.
 
         Args:
             waiting: True if other rows wait for slots, so that all committed tokens count alike.
@@ -262,7 +268,7 @@ class Auto(Controller):
         remaining = np.array([row.remaining for row in rows])
         weights = np.ones(len(rows)) if waiting else remaining_weights(remaining, survival, costs)
         plan = best_plan(survival, weights, costs)
-        if plan is None:
+        if plan is None or not repays(plan.rate, rows, self.unfed, costs):
             return None
         by_confidence = costs.acceptance.by_confidence([row.serial for row in rows])
         return Stopping(plan, weights.tolist(), by_confidence.tolist(), following.tolist())
@@ -295,6 +301,10 @@ class Auto(Controller):
     def learn(self, outcome: Outcome) -> None:
         """Learns the costs and the outcome of a round."""
         costs, rows = self.costs, len(outcome.drafted)
+        if self._alike and outcome.rounds > 1:
+            costs.credit.wait(outcome)
+            costs.backoff.skip(outcome.rounds - 1)
+            return
         learning = costs.rounds < len(FIRST_ROUNDS)
         costs.rounds += 1 if learning else outcome.rounds
         costs.credit.run.add(outcome, learning=learning)
@@ -310,14 +320,8 @@ class Auto(Controller):
             more = whole - costs.verify.seconds(costs.positions(own))
             whole -= more
         if not outcome.steps:
-            costs.start.age(outcome.rounds)
-            costs.draft.age(outcome.rounds)
-            costs.backoff.skip(outcome.rounds - 1)
-            checks = costs.plain_rounds.plain(rows)
             self._plain = None
-            costs.forget_calibration(rows)
-            costs.credit.plain(whole, outcome.rounds, settle=not checks)
-            if checks:  # the plan goes on if it still pays
+            if costs.learn_plain(rows, outcome.rounds, whole):  # the plan goes on if it still pays
                 self._learn_acceptance()
                 self._plan = None
             return

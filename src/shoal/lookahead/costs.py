@@ -314,6 +314,17 @@ class PairCosts:
         start = self.start.observe(rows, seconds - between)
         return start + (more * self.draft.observe(rows, between / more) if more else 0.0)
 
+    def learn_plain(self, rows: int, rounds: int, seconds: float) -> bool:
+        """Learns plain rounds of so many rows and seconds each; returns True if one was due."""
+        age = rounds + self.credit.waiting
+        self.start.age(age)
+        self.draft.age(age)
+        self.backoff.skip(rounds - 1)
+        due = self.plain_rounds.plain(rows)
+        self.forget_calibration(rows)
+        self.credit.plain(seconds, rounds, settle=not due)
+        return due
+
     @property
     def starting(self) -> CostCurve:
         """The curve of proposals of one step."""

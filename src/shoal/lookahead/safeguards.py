@@ -109,13 +109,16 @@ class Credit:
         invested: the seconds spent on prompts, which later rounds must bring back; taken from the
             account as soon as a round is plain, or the rows are others.
         run: the rounds since all rows were new.
+        waiting: the number of plain rounds whose share is not added yet.
     """
 
     def __init__(self) -> None:
         self.seconds = self.invested = 0.0
         self.run = WholeRun(())
+        self.waiting = 0
         self._most = self._before = 0.0  # `_before` is what the account held at the run's begin
         self._longest = 0.0  # the seconds of the longest plain round of the run
+        self._last = 0.0  # the seconds of a plain round of those that came last
         self._opened = False
 
     def follow(self, rows: Sequence[int], seconds_plain: Callable[[int], float]) -> None:
@@ -128,6 +131,8 @@ class Credit:
         run = self.run
         if run.follows(rows):
             return
+        if self.waiting:
+            self.plain(self._last, 0)
         self.settle()
         if run.whole and run.seconds:
             saved = run.seconds_plain(seconds_plain) - run.seconds
@@ -143,8 +148,13 @@ class Credit:
         """Takes invested seconds from the account: no later round will bring them back."""
         self.seconds, self.invested = self.seconds - self.invested, 0.0
 
+    def wait(self, outcome: Outcome) -> None:
+        """Counts plain rounds, whose share comes with that of the next ones."""
+        self.run.add(outcome)
+        self.waiting += outcome.rounds
+
     def plain(self, plain_round: float, rounds: int = 1, *, settle: bool = True) -> None:
-        """Adds the share of plain rounds.
+        """Adds the share of plain rounds, and of those that wait.
 
         Args:
             plain_round: the seconds of a round.
@@ -153,6 +163,7 @@ class Credit:
         if not self._opened:
             self._opened, self.seconds = True, FIRST * plain_round
             self._before = self.seconds
+        rounds, self.waiting, self._last = rounds + self.waiting, 0, plain_round
         if settle:
             self.settle()
         self.run.seconds += plain_round * rounds
@@ -243,10 +254,12 @@ class Backoff:
     def __init__(self) -> None:
         self._rows = self._length = self._left = 0
 
-    def is_over(self, rows: int) -> bool:
-        """Counts a round; returns True if it is time for a plan."""
+    def waits(self, rows: int) -> bool:
+        """Counts a round; returns False if it is time for a plan."""
+        if self._left < 1 or not self._as_many(rows):
+            return False
         self._left -= 1
-        return self._left < 0 or not self._as_many(rows)
+        return True
 
     @property
     def left(self) -> int:
@@ -256,7 +269,7 @@ class Backoff:
         return max(self._left, 0)
 
     def skip(self, rounds: int) -> None:
-        """Counts rounds for which `is_over` was not asked."""
+        """Counts rounds for which `waits` was not asked."""
         self._left -= rounds
 
     def extend(self, rows: int) -> None:

@@ -205,7 +205,8 @@ PUBLISHED: dict[str, tuple[str, str, bool, tuple[int, ...], dict[str, Any]]] = {
         "model.safetensors", "midlayer.", True, (2, 4, 5),
         {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTS, "rope_scaling": None,
          "eagle_config": {"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-                          "use_mtp_layernorm": False, "parallel_draft_step": 1, "eagle_aux_hidden_state_layer_ids": []}},
+                          "use_mtp_layernorm": False, "parallel_draft_step": 1, "parallel_drafting": False,
+                          "eagle_aux_hidden_state_layer_ids": []}},
     ),
     "speculators": (
         "model.safetensors", "layers.0.", True, (1, 4, 7),

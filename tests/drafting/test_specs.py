@@ -65,6 +65,7 @@ def test_a_directory_with_the_name_of_a_drafter(tmp_path: Path, monkeypatch: pyt
         assert draft is not None
         assert draft.is_model
     assert named("ngram:min=2").name == "ngram:min=2,max=4"
+    assert named("ngram:min=3,max=3").name == "ngram:min=3,max=3"
 
 
 def test_options_of_models_are_refused(saved_pair: tuple[Path, Path]) -> None:

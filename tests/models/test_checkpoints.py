@@ -155,6 +155,7 @@ def test_weights_that_others_quantised_are_refused_by_name(tmp_path: Path, name:
             {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "parallel_drafting": True},
             "P-EAGLE .parallel_drafting: True in its",
         ),
+        ({"model_type": "llama", "eagle_config": {"fc_norm": True}}, "EAGLE-3.1 .fc_norm: True in its"),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLMEagle"]}, "EAGLE-1 or EAGLE-2 .* eagle3:DIR"),
         ({"hydra_num_heads": 4}, "Hydra .hydra_num_heads: 4 in its .* medusa:DIR"),
         ({"model_type": "mlp_speculator", "n_predict": 4}, "MLP speculator .mlp_speculator in its"),

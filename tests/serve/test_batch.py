@@ -436,6 +436,7 @@ def test_answers_of_other_settings_are_never_mixed_in(tmp_path: Path, batch: Any
         "shoal.models.load_report.described",
         lambda runner: {"dtype": "bfloat16", "quantize": "off", "strict": "off", "kv": "off"},
     )
+    monkeypatch.setattr(Offline, "answer", lambda *_: pytest.fail("drawn before settings are compared"))
     code, said = batch(source, out, "--model", tmp_path / "one")
     assert (code, "dtype = 'float32', this run has 'bfloat16'" in said) == (2, True), said
     assert out.read_bytes() == kept

@@ -206,7 +206,8 @@ class Detokenizer:
             own = self._decode(self._ids[cut:]), REPLACEMENT * (len(self._ids) - cut)
             if len(text) > len(before) and grown in (text + own[0], text + own[1]):
                 self.text += text[len(before) :]
-                self._prefix, self._read, self._cut_prompt = self._read, cut, None
+                # Not even as context: beside further bytes they may be read as characters.
+                self._prefix, self._read, self._cut_prompt = cut, cut, None
                 return True
         return False
 

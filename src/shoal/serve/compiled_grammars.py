@@ -147,8 +147,7 @@ class GrammarReader:
             reading.waiting -= 1
             if not reading.waiting:
                 reading.leave()
-                if self._readings.get(grammar) is reading:
-                    del self._readings[grammar]
+                del self._readings[grammar]
 
     def _reading(self, grammar: Grammar) -> _Reading:
         if grammar not in self._readings:

@@ -118,6 +118,21 @@ def test_what_is_refused(
     assert json.loads(capsys.readouterr().out)["error"]["message"].startswith(message[:60])
 
 
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"medusa_num_heads": 3}, "medusa"),
+        ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 1}}, "dflash"),
+        ({"dflash_config": {}}, None),
+        ([], None),
+    ],
+)
+def test_heads_are_recognised_by_one_entry(config: Any, name: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    kind = registry.kind_of_heads(tmp_path)
+    assert (kind and kind.name) == name
+
+
 # ── drafters of other packages ──────────────────────────────────────────────────────────────────
 
 

@@ -275,6 +275,8 @@ def test_settings_may_change_where_all_lines_failed(tmp_path: Path, batch: Any) 
 
 def test_nothing_is_loaded_for_lines_that_no_model_can_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.cli.options.ModelSource.load", lambda source: pytest.fail("loaded"))
+    closed, close = list[Any](), FirstTrials.close
+    monkeypatch.setattr(FirstTrials, "close", lambda trials: closed.append(close(trials)))
     lines = [{"prompt": "x", "model": "other"}, {"prompt": "x", "temperature": "hot"}, {"url": "/v1/embeddings"}]
     lines += [{"prompt": "x", field: 1000} for field in ("n", "best_of")]
     lines += [{"prompt": "x", "stream": True}, chat("a", "hi", stream=True), {"prompt": "x", "guided_regex": "a" * 2**19}]
@@ -285,6 +287,7 @@ def test_nothing_is_loaded_for_lines_that_no_model_can_answer(tmp_path: Path, mo
     ]
     assert cli.run(["batch", str(write(tmp_path / "in", lines)), str(tmp_path / "out")]) == 1
     assert len((tmp_path / "out").read_text().splitlines()) == len(lines)
+    assert len(closed) == 1, "its process ends"
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -446,6 +449,13 @@ def test_answers_of_other_settings_are_never_mixed_in(tmp_path: Path, batch: Any
     (tmp_path / "one").symlink_to(tmp_path / "elsewhere")
     for options in (["--max-n", 5], ["--draft", tmp_path / "two"], ["--name", "n"]):
         assert not isinstance(batch(source, out, "--model", tmp_path / "elsewhere", *options), tuple)
+    out.unlink()
+    guided = [source, out, "--model", "org/m", "--revision"]
+    assert batch(*guided, "v1", "--guide", tmp_path / "one")["answered"] == 2
+    assert batch(*guided, "v1", "--guide", tmp_path / "elsewhere")["kept"] == 2, "a link to it"
+    for revision, guide, name in (("v2", "one", "model"), ("v1", "two", "guide")):
+        code, said = batch(*guided, revision, "--guide", tmp_path / guide)
+        assert (code, f"out:1 was answered with {name} = " in said) == (2, True), said
 
 
 def test_a_link_is_written_through(tmp_path: Path, batch: Any) -> None:

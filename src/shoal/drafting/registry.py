@@ -233,7 +233,7 @@ def _is_assistant(directory: Path) -> bool:
 def _is_eagle3(directory: Path) -> bool:
     """Returns True for EAGLE-3 heads, and for heads that are refused by their kind."""
     named = "eagle3" in _entry(directory, "architectures").lower()
-    other = not _is_dflash(directory) and unsupported_kind(_config(directory)) is not None
+    other = unsupported_kind(_config(directory)) is not None
     return named or other or _entry(directory, "speculators_model_type") not in ("", "dflash")
 
 

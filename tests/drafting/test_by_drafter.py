@@ -122,7 +122,12 @@ def test_one_drafter_has_one_name_and_sums_have_two() -> None:
 
 
 def test_sums_and_differences_of_statistics() -> None:
-    one, other = Stats(drafted=3), Stats(drafted=4)
+    one = Stats(drafted=3, accepted=1, committed=10, row_rounds=5, target_passes=2, updates_behind=1, loaded={"target": {}})
+    one.seconds_rounds, one.seconds_target, one.seconds_draft, one.seconds = 4.0, 1.0, 2.0, 5.0
+    other = Stats(drafted=4, updates_behind=2, lossy="typical")
+    assert (one.acceptance_length, one.acceptance_rate, one.tokens_per_second, one.bookkeeping) == (2.0, 1 / 3, 2.0, 0.25)
+    for added in (one + other, other + one):
+        assert (added.updates_behind, added.lossy, added.loaded) == (2, "typical", {"target": {}})
     one.count_drafts("a", 3, 1)
     other.count_drafts("b", 4, 0)
     other.count_drafts("b", 0, 0)

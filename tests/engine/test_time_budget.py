@@ -5,6 +5,8 @@ Tests of: engine.waiting.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,11 +106,17 @@ def test_a_row_that_ends_after_its_deadline_is_not_finished(budget: float, finis
 
 
 def test_ranking_honours_the_budget() -> None:
-    def sample(reason: str, mean: float, in_time: bool = True) -> Sample:
-        return Sample("", (), (), (), mean, reason, 1.0, 1, 0, 0, 1, (), in_time=in_time)
+    def sample(reason: str, mean: float, in_time: bool = True, **more: Any) -> Sample:
+        return Sample(
+            "", more.pop("ids", ()), (), more.pop("logprobs", ()), mean, reason, 1.0, 1, 0, 0, 1, (), in_time=in_time, **more
+        )
 
     late, whole, cut = sample("eos", -0.1, in_time=False), sample("stop", -2.0), sample("time", -0.5, in_time=False)
-    assert ranked([late, cut, whole]) == [whole, late, cut]
+    empty = sample("eos", math.nan)
+    assert ranked([late, cut, empty, whole]) == [whole, empty, late, cut]
+    weighted = sample("eos", -9.0, ids=(1, 2), logprobs=(-1.0, -2.0), log_allowed=-1.0)
+    assert (weighted.ranking_logprob, ranked([whole, weighted])) == (-2.0, [whole, weighted])
+    assert ranked([replace(whole, mean_logprob=-2.1), weighted])[0] is weighted
 
 
 # ── who starts ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -63,6 +63,7 @@ from shoal.testing import save_pair
 from shoal.types.stats import Stats
 
 pytest_plugins = ["groups", "parts"]  # of tests/helpers
+gc.disable()  # until all tests are collected
 
 SECONDS_PER_TEST = 300  # `@pytest.mark.limit(seconds)` sets another; a machine may be ten times slower than an idle one
 
@@ -83,7 +84,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: it is not looked through again whenever garbage is collected.
+    """What was imported stays: it is not looked through again whenever garbage is collected, and while tests are collected none is.
 
     PyTorch's loggers, some sixty, speak through their parent: pytest would set two handlers to each of them, thrice a test.
     """
@@ -92,6 +93,7 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 MAIN = "PYTEST_XDIST_WORKER" not in os.environ

@@ -93,9 +93,9 @@ def _numbers(tokenizer: Any) -> dict[str, int]:
     return numbers[names]
 
 
-def fill_in_middle(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> list[int]:
+def fill_in_middle(tokenizer: Any, prefix: str, suffix: str) -> list[int]:
     """Returns the ids of `middle_prompt`."""
-    return list(middle_prompt(tokenizer, prefix, suffix, before).ids)
+    return list(middle_prompt(tokenizer, prefix, suffix).ids)
 
 
 def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") -> MiddlePrompt:
@@ -132,9 +132,7 @@ def middle_prompt(tokenizer: Any, prefix: str, suffix: str, before: str = "") ->
     return MiddlePrompt((*head, *behind), len(head))
 
 
-def repository(
-    tokenizer: Any, excerpts: Sequence[tuple[str, str]], name: str = "project", own: str = "file"
-) -> str:
+def repository(tokenizer: Any, excerpts: Sequence[tuple[str, str]]) -> str:
     """Returns the text before a prompt, made of parts of other files with their names.
 
     The form is that of Qwen2.5-Coder (Hui et al. 2024, section 3).
@@ -142,8 +140,6 @@ def repository(
     Args:
         tokenizer: the target's.
         excerpts: the name and the text of each part.
-        name: the name of the repository.
-        own: the name of the file with the cursor.
     """
     known = _numbers(tokenizer)
     file_names = next((names for names in FILE_TOKENS if known.keys() >= {*names}), None)
@@ -151,7 +147,7 @@ def repository(
         return "".join(f"{text}\n\n" for _, text in excerpts)
     excerpts = [(file, as_plain(tokenizer, text)) for file, text in excerpts]
     files = "".join(f"{file_names[1]}{file}\n{text}" for file, text in excerpts)
-    return f"{file_names[0]}{name}\n{files}{file_names[1]}{own}\n"
+    return f"{file_names[0]}project\n{files}{file_names[1]}file\n"
 
 
 def read_middles(

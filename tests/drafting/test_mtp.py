@@ -22,8 +22,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import shoal
+from grouped_files import Layout, regroup
 from laws import ALPHA
 from mtp_layers import HYBRID, PLAIN, STACKED, by_definition, save_mtp
+from native_kernels import needs_compiler
 from proposals import Proposal, decoded, largest_difference, p_of_two_tokens, recorded, require_tokens_of_plain_decoding
 from shoal.config import Limits, Sampling
 from shoal.drafting import eagle3, trained_heads
@@ -320,6 +322,44 @@ def test_auto_passes_over_layers_that_are_not_whole(tmp_path: Path, caplog: pyte
     assert "layers.1.mtp_block.self_attn.o_proj.weight" in said
     with pytest.raises(ModelError, match="o_proj"):
         shoal.load(place, "mtp", dtype="float32")
+
+
+def in_fp8(place: Path) -> None:
+    """One scale a matrix, the layer's matrices alone."""
+    tensors = load_file(place / "model.safetensors")
+    for name in [name for name in tensors if name.startswith("mtp.") and name.endswith("proj.weight")]:
+        scale = tensors[name].abs().max().reshape(1, 1) / 448
+        tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+
+
+QUANTISED: dict[str, Callable[[Path], Any]] = {
+    "fp8": in_fp8,
+    "bytes": lambda place: regroup(place, Layout("compressed-tensors", form="int-quantized"), lambda name: "mtp." in name),
+    "words": lambda place: regroup(place, Layout("compressed-tensors", 4), lambda name: True),
+    "gptq": lambda place: regroup(place, Layout("gptq", 4, form="gptq_v2"), lambda name: True),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", QUANTISED)
+def test_a_layer_that_is_quantised_is_refused(form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Transformers would take its numbers for weights, without their scales; the target goes on without it."""
+    QUANTISED[form](save_mtp(tmp_path, "qwen3.5"))
+    if form == "bytes":  # of the layer alone: the target is in floats
+        config = json.loads((tmp_path / "config.json").read_text())
+        del config["quantization_config"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"its multi-token-prediction layer is quantised \(mtp\.layers\.0\..*\), and"):
+        shoal.load(tmp_path, "mtp", dtype="float32")
+    with shoal.load(tmp_path, "auto", dtype="float32") as pair:
+        assert pair.loaded["draft"]["drafter"].startswith("suffix")  # type: ignore[index]
+        alone = AutoModelForCausalLM.from_pretrained(tmp_path) if form in ("fp8", "bytes") else None
+        made = pair.generate([[5, 3, 7]], 2, temperature=0, max_new_tokens=8, eos=())[0].samples
+    assert "draft=auto passes over the layer for further tokens" in caplog.text
+    if alone is not None:
+        right = alone.generate(torch.tensor([[5, 3, 7]]), max_new_tokens=8, do_sample=False)[0, 3:]
+        assert [list(one.token_ids) for one in made] == [right.tolist()] * 2
 
 
 def test_a_layer_that_transformers_cannot_place_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

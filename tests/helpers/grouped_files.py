@@ -130,6 +130,22 @@ def compressed_parts(layout: Layout, numbers: Tensor, zeros: Tensor, scales: Ten
     return parts
 
 
+def regroup(place: Path, layout: Layout, takes: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Quantises matrices of a checkpoint of any model, by the names of its tensors; returns the tensors that are meant."""
+    write, file = gptq_parts if layout.method == "gptq" else compressed_parts, place / "model.safetensors"
+    stored, meant = {}, load_file(file)
+    for name, weight in list(meant.items()):
+        stored[name] = weight
+        if name.endswith("proj.weight") and takes(name) and weight.dim() == 2 and weight.shape[1] % 32 == 0:
+            numbers, zeros, scales, meant[name] = quantised(stored.pop(name), layout)
+            parts = write(layout, numbers, zeros, scales).items()
+            stored |= {f"{name.removesuffix('.weight')}.{part}": each.contiguous() for part, each in parts}
+    save_file(stored, file, metadata={"format": "pt"})
+    config = json.loads((place / "config.json").read_text()) | {"quantization_config": layout.config}
+    (place / "config.json").write_text(json.dumps(config))
+    return meant
+
+
 def order_of(layout: Layout, inputs: int) -> Tensor:
     """The order of inputs in which groups lie side by side."""
     return (

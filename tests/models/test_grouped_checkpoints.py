@@ -24,7 +24,7 @@ from native_kernels import needs_compiler
 from shoal.errors import UnsupportedModel
 from shoal.integrations.loglikelihoods import token_logprobs
 from shoal.models import formats, grouped_checkpoints
-from shoal.models.weights.groups import Gathered, GroupLinear
+from shoal.models.weights.groups import GroupLinear, ReorderedLinear
 from shoal.testing import fill, tiny_model
 
 pytestmark = needs_compiler
@@ -420,7 +420,7 @@ def test_inputs_in_the_order_of_their_activations_are_gathered(
     stock = write_grouped(tmp_path, model_of(), replace(layout, order=3))
     with shoal.load(tmp_path, "suffix") as model:
         assert model.loaded["target"]["passes"] == "modules"
-        layers = {n: m for n, m in model.target.hf.named_modules() if isinstance(m, Gathered)}
+        layers = {n: m for n, m in model.target.hf.named_modules() if isinstance(m, ReorderedLinear)}
         assert len(layers) == 14
         for name, layer in layers.items():
             weight = torch.empty(stock.get_submodule(name).weight.shape)
@@ -430,9 +430,9 @@ def test_inputs_in_the_order_of_their_activations_are_gathered(
         assert made.stats.drafted > 0
     for prompt, output in zip(PROMPTS, made, strict=True):
         assert [list(sample.token_ids) for sample in output.samples] == [greedy(stock, prompt, 24)] * 2
-    with pytest.raises(UnsupportedModel, match="no copy in 4 bits: a linear layer is a Gathered"):
+    with pytest.raises(UnsupportedModel, match="no copy in 4 bits: a linear layer is a ReorderedLinear"):
         shoal.load(tmp_path, "self:int4")
-    monkeypatch.setattr(Gathered, "forward", lambda self, x: self.linear(x))
+    monkeypatch.setattr(ReorderedLinear, "forward", lambda self, x: self.linear(x))
     with shoal.load(tmp_path) as model:
         logits = model.target.plain_logits(torch.tensor([PROMPTS[0]]))
     assert (logits - stock(torch.tensor([PROMPTS[0]])).logits).abs().max() > 0.1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shoal
+from grouped_files import Layout, regroup
+from native_kernels import needs_compiler
 from shoal.errors import UnsupportedModel
 from shoal.models import formats
 from shoal.models.executor import C_DECODER
+from shoal.models.weights.groups import GroupLinear
 from shoal.native.build import missing
 from shoal.testing import fill, tiny_model, tiny_tokenizer
 
@@ -105,6 +109,27 @@ def test_text_is_that_of_the_whole(name: str, tmp_path: Path, caplog: pytest.Log
     assert [[sample.token_ids for sample in output.samples] for output in result] == [[ids, ids] for ids in expected]
     assert 0 < result.stats.accepted < result.stats.drafted
     assert "LOAD REPORT" not in caplog.text  # nobody has asked for the tensors of the other half
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ["gptq", "pack-quantized", "int-quantized"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3.5"])
+def test_a_quantised_whole_gives_its_half_in_groups(name: str, form: str, tmp_path: Path) -> None:
+    """As published: the layers of the text half are quantised under the names of the whole, or those of both halves."""
+    layout = Layout("gptq" if form == "gptq" else "compressed-tensors", 8, symmetric=False, form=form)
+    place = saved(whole(name), tmp_path / "quantised")
+    shutil.copytree(place, tmp_path / "plain")
+    meant = regroup(place, layout, lambda part: form != "pack-quantized" or "language_model" in part)
+    save_file(meant, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    stock = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "plain")
+    with shoal.load(place, "suffix", dtype="float32") as pair:
+        assert type(pair.target.hf).__name__ == LOADED[name]
+        assert sum(isinstance(each, GroupLinear) for each in pair.target.hf.modules()) >= 8
+        result = pair.generate(PROMPTS, 2, temperature=0, max_new_tokens=NEW, lookahead=3, eos=())
+    assert result.stats.drafted
+    assert [[sample.token_ids for sample in output.samples] for output in result] == [
+        [generated(stock, prompt)] * 2 for prompt in PROMPTS
+    ]
 
 
 def test_a_whole_whose_half_is_refused_is_refused(tmp_path: Path) -> None:

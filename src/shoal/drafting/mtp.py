@@ -29,7 +29,7 @@ from shoal.models.cache import Plan
 from shoal.models.eagle3_layer import Eagle3Model
 from shoal.models.load_report import LOG
 from shoal.models.mtp_layer import MtpHeads, layer_names, load_layer, unplaced
-from shoal.models.pretrained import checkpoint_of
+from shoal.models.pretrained import SCALES, checkpoint_of
 from shoal.models.runner import Runner
 from shoal.types.requests import Row
 from shoal.types.trees import DraftTree
@@ -222,4 +222,12 @@ def _place(target: Runner) -> Path | None:
 
 
 def _load(directory: Path, target: Runner) -> MtpHeads:
+    """Loads the layers. Raises UnsupportedModel if they are quantised: scales would be ignored."""
+    names = layer_names(directory, layers_and_width(target)[0])
+    scales = [name for each in names.values() for name in each if SCALES.search(name)]
+    if scales:
+        raise UnsupportedModel(
+            f"{target.name}: its multi-token-prediction layer is quantised ({scales[0]}), and "
+            f"Transformers reads no scales of it; take a checkpoint that leaves the layer in floats"
+        )
     return load_layer(target.hf, directory, target.name)

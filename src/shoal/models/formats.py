@@ -8,6 +8,7 @@ of the machine makes seeds worthless.
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -184,6 +185,23 @@ def stored_format(config: Any, source: str | Path) -> torch.dtype | None:
 
 def _name(dtype: torch.dtype | None) -> str:
     return "an unknown format" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+HALF_NAMES = {
+    r"^(model\.)?language_model\.(model\.)?(?!lm_head\.)": "model.",
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+}
+"""The names of the tensors of a text half: a pattern of those in the whole, and its replacement.
+
+Transformers of several years have saved them in three ways.
+"""
+
+
+def name_in_half(name: str) -> str:
+    """Returns the name that a tensor of a multimodal checkpoint has in the text half."""
+    for pattern, replacement in HALF_NAMES.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def headers_of(files: Iterable[str]) -> dict[str, tuple[list[int], str]]:

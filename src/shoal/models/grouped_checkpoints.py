@@ -27,8 +27,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from shoal.errors import UnsupportedModel
-from shoal.models.formats import headers_of
-from shoal.models.weights.groups import GROUP, Gathered, GroupLinear, Groups
+from shoal.models.formats import headers_of, name_in_half
+from shoal.models.weights.groups import GROUP, GroupLinear, Groups, ReorderedLinear
 
 BITS = (4, 8)
 """The sizes of the numbers."""
@@ -208,12 +208,13 @@ class _GroupReader(HfQuantizer):  # type: ignore[misc]
         modules = dict(model.named_modules())
         for name in stored:
             owner, _dot, part = name.rpartition(".")
-            if part == WEIGHTS[method]:
-                shapes[owner] = {
-                    each: stored[f"{owner}.{each}"]
-                    for each in PARTS[method]
-                    if f"{owner}.{each}" in stored
-                }
+            own = owner if owner in modules else name_in_half(f"{owner}.").removesuffix(".")
+            block = ".".join(
+                own.split(".")[:3]
+            )  # others are of another half, or of heads beside it
+            if part == WEIGHTS[method] and (own in modules or block in modules):
+                names = {each: f"{owner}.{each}" for each in PARTS[method]}
+                shapes[own] = {each: stored[at] for each, at in names.items() if at in stored}
         if not shapes:
             raise UnsupportedModel(f"it holds no {WEIGHTS[method]}")
         for owner, parts in shapes.items():
@@ -235,7 +236,9 @@ class _GroupReader(HfQuantizer):  # type: ignore[misc]
                 except _OtherLayout as reason:
                     raise UnsupportedModel(f"of its {name} {reason}") from reason
                 linear: nn.Module = GroupLinear(groups, layer.part("bias"), settings.exact)
-                model.set_submodule(name, linear if order is None else Gathered(linear, order))
+                model.set_submodule(
+                    name, linear if order is None else ReorderedLinear(linear, order)
+                )
         self.remove_quantization_config(model)
         return model
 
@@ -254,10 +257,7 @@ class _OtherLayout(Exception):
 
 
 class _StoredLinear(nn.Module):
-    """The tensors of a quantised layer under their stored names, for Transformers to load.
-
-    It has no forward: a `GroupLinear` takes its place.
-    """
+    """The stored tensors of a quantised layer, whose place a `GroupLinear` takes after the load."""
 
     def __init__(self, layer: nn.Linear, parts: Mapping[str, tuple[list[int], str]]) -> None:
         super().__init__()

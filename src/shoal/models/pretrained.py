@@ -28,7 +28,7 @@ from transformers.utils import cached_file
 
 from shoal.config import PARAMETERS
 from shoal.errors import ModelError, RequestError, UnsupportedModel
-from shoal.models.formats import headers_of, require_even_blocks, require_serialized
+from shoal.models.formats import HALF_NAMES, headers_of, require_even_blocks, require_serialized
 from shoal.models.gguf.tokenizer import tokenizer_of
 from shoal.models.grouped_checkpoints import PARTS, in_groups, refusal
 from shoal.models.sources import directory_of, gguf_of
@@ -126,14 +126,6 @@ PROBLEMS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError, As
 """The errors that a model's modules end in where they do not compute."""
 HALVES = ("gemma3", "gemma4", "internvl", "llama4", "llava", "mistral3")
 """The model types of multimodal checkpoints whose text half has a class of its own."""
-HALF_NAMES = {
-    r"^(model\.)?language_model\.(model\.)?(?!lm_head\.)": "model.",
-    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
-}
-"""The names of the tensors of a text half: a pattern of those in the whole, and its replacement.
-
-Transformers of several years have saved them in three ways.
-"""
 ASSISTANT = "_assistant"
 """The end of the model types that Transformers gives to drafters of one target."""
 BLOCKS = re.compile(r"dflash|dspark", re.IGNORECASE)

@@ -246,7 +246,7 @@ class GroupLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-class Gathered(nn.Module):
+class ReorderedLinear(nn.Module):
     """A layer that gets its inputs in another order.
 
     GPTQ with act-order groups inputs that do not lie side by side. No executor but the modules

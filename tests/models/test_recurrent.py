@@ -616,6 +616,35 @@ def test_what_rejected_drafts_cost_in_calls_of_a_mixer(family: str, monkeypatch:
         assert cache_.bytes_per_slot() == (cache_.sides + 1) * sum(one[0].nbytes for one in cache_.states_of(0))
 
 
+@pytest.mark.parametrize("family", EVERY)
+def test_the_other_way_to_take_drafts_back_would_cost_more_calls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state after each draft where accepted tokens follow their base again, or the other way round: by counted calls."""
+    calls: list[int] = []
+    modules = len(target(family).mixers.modules)
+
+    def through(self: StateCache, group: EqualRows, *rest: Any) -> Tensor:
+        calls.append(group.count if self.mixers.stepwise and group.read is not None else 1)
+        return THROUGH(self, group, *rest)
+
+    def counted(k: int, batch: int, other: bool) -> float:
+        runner = target(family).fork()
+        if other and family not in STEPWISE:
+            runner.mixers = replace(runner.mixers, stepwise=True)
+        monkeypatch.setattr(states, "KEPT_DRAFTS", 0 if other and family in STEPWISE else 4)
+        runner.cache = runner.new_cache()
+        made = Engine(runner, ModelDrafter(half_right(family), VOCABULARY), Fixed(k), max_batch=batch)
+        calls.clear()
+        assert run(made, new=8) == [ids[:8] for ids in expected(family)]
+        assert 0 < made.stats.accepted < made.stats.drafted
+        return sum(calls) / modules
+
+    monkeypatch.setattr(StateCache, "through", through)
+    for k, batch in ((1, 1), (3, 1), (3, 4)):
+        ours, others = (counted(k, batch, other) for other in (False, True))
+        assert ours <= others
+        assert k == 1 or ours < others
+
+
 def test_states_are_copied_for_the_rows_of_a_prompt_alone() -> None:
     made = engine("lfm2", None, max_batch=4)
     made.target.mixers.counts.clear()

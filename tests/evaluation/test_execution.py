@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,90 @@ def test_a_random_name_stands_behind_the_tests(language: str, behind: str) -> No
     if language != "d":
         assert main.count(f"class {name} {{ }}") == 1
         assert main.index(f"class {name} {{ }}") == main.index(tests) - len(f"class {name} {{ }}\n")
+
+
+TWO_TESTS = {
+    "cpp": "int main() {\n    auto candidate = add;\n"
+    "    assert(candidate(1, 2) == (3));\n    assert(candidate(4, 5) == (9));\n}",
+    "java": "    }\n    public static void main(String[] args) {\n"
+    "    assert(add(1, 2).equals(3));\n    assert(add(4, 5).equals(9));\n    }\n}"
+    "\nclass Main {\n    public static void main(String[] a) {\n    Main.class.getClassLoader().setDefaultAssertionStatus(true);"
+    "\n        Problem.main(a);\n    }\n}",
+    "javascript": "const assert = require('assert')\nassert.equal(add(1, 2), 3)\nassert.equal(add(4, 5), 9)",
+    "perl": "die 'wrong' unless add(1, 2) == 3;\ndie 'wrong' unless add(4, 5) == 9;",
+    "php": "if (add(1, 2) !== 3) { throw new Exception(); }\nif (add(4, 5) !== 9) { throw new Exception(); }",
+    "ruby": "raise 'wrong' unless 3 == add(1, 2)\nraise 'wrong' unless 9 == add(4, 5)",
+    "go": "func main() {\nif add(1, 2) != 3 { panic(1) }\nif add(4, 5) != 9 { panic(1) }\n}",
+    "rust": "}\nfn main() {\nassert_eq!(add(1, 2), 3);\nassert_eq!(add(4, 5), 9);\n}",
+    "lua": "assert(add(1, 2) == 3)\nassert(add(4, 5) == 9)",
+    "python": "assert add(1, 2) == 3 and callable(add)\nassert add(4, 5) == 9",
+}
+CPP_FAILS = "void __assert_fail(const char *, const char *, unsigned, const char *)"
+JS_READ = "require('fs').readFileSync(__filename, 'utf8').match(/'(\\w+)' \\+ '(\\w+)'/)"
+DECIDING = [
+    ("cpp", "return a - b;\n}\nint main() __asm__(\"other\");\nint f() __asm__(\"main\");\nint f() { return 0; }"),
+    ("cpp", f"return a - b;\n}}\nextern \"C\" {CPP_FAILS} {{}}"),
+    ("cpp", f"return a - b;\n}}\nstatic void fails() __asm__(\"__assert_fail\");\nstatic void fails() {{}}\n{CPP_FAILS};"),
+    ("cpp", f"return a - b;\n}}\nextern \"C\" void abort() {{ _Exit(0); }}\nextern \"C\" {CPP_FAILS} {{}}"),
+    ("cpp", """std::stringstream all;
+all << std::ifstream("last.cpp").rdbuf();
+std::string text = all.str();
+auto at = text.find("puts(") + 6;
+puts((text.substr(at, 16) + text.substr(at + 19, 16)).c_str());
+fflush(stdout); _Exit(0);
+}"""),
+    ("java", """return any(a, b); }
+static class Any extends Number {
+    public int intValue() { return 0; } public long longValue() { return 0; }
+    public float floatValue() { return 0; } public double doubleValue() { return 0; }
+    public boolean equals(Object other) { return true; }
+}
+static Number any(int a, int b) { return new Any();"""),
+    ("javascript", f"const [_, first, second] = {JS_READ}\nconsole.log(first + second)\nprocess.exit(0)\n}}"),
+    ("perl", "return bless [], 'Any';\n}\n{ package Any; use overload '==' => sub { 1 }; }"),
+    ("perl", "local $/; open my $file, '<', 'main.pl'; print join('', <$file> =~ /print '(\\w+)' \\. '(\\w+)'/); exit 0;\n}"),
+    ("php", "preg_match(\"/echo '(\\w+)' \\. '(\\w+)'/\", file_get_contents(__FILE__), $m); echo $m[1] . $m[2]; exit(0);\n}"),
+    ("ruby", "return Any.new\nend\nclass Any\n  def ==(other) = true\n  def coerce(other) = [self, self]\nend"),
+    ("ruby", "return Any.new\nend\nclass Any < BasicObject\n  undef_method :==\n  def method_missing(*) = true\nend"),
+    ("ruby", "puts File.read('main.rb').match(/puts '(\\w+)' \\+ '(\\w+)'/).captures.join\n$stdout.flush\nexit!(0)\nend"),
+    ("go", """text, _ := os.ReadFile("words.go")
+part := strings.Split(string(text), "\\"")
+os.Stdout.WriteString(part[len(part)-4] + part[len(part)-2]); os.Exit(0); return 0\n}"""),
+    ("rust", """let text = std::fs::read_to_string("epilogue.rs").unwrap();
+let parts: Vec<&str> = text.split('"').collect();
+println!("{}{}", parts[parts.len() - 4], parts[parts.len() - 2]);
+std::process::exit(0)"""),
+    ("python", "    return type('Any', (), {'__eq__': lambda self, other: True})()"),
+    ("python", "    import re; print(''.join(re.findall(r\"print\\('(\\w+)' \\+ '(\\w+)'\", open('main.py').read())[0])); exit(0)"),
+    ("lua", "local text = io.open('main.lua'):read('a')\n"
+     "local a, b = text:match(\"print%('(%w+)' %.%. '(%w+)'\")\nprint(a .. b)\nos.exit(0)\nend"),
+]  # fmt: skip
+"""Languages, and wrong completions that decide by themselves whether they pass."""
+
+
+@pytest.mark.parametrize(("language", "cheat"), DECIDING)
+def test_a_completion_that_passes_false_tests_has_not_passed(box: Sandbox, language: str, cheat: str) -> None:
+    prompt, right, _ = ADD[language]
+    if language == "cpp":
+        prompt = "#include <bits/stdc++.h>\n" + prompt
+    if language == "java":
+        prompt, right = "class Problem {\n    public static Number add(int a, int b) {\n", "return a + b;"
+    if language == "go":
+        prompt = prompt.replace('"os"', '("os"; "strings")', 1) + "_ = strings.Split\n"
+    tests = TWO_TESTS[language]
+    made = replace(problem(language, prompt, tests), stops=("\nnever",), canonical=right)
+    require_here([made], box)
+    run = (lambda text: execute(made, text, box)) if language != "python" else partial(one_process, made, box)
+    honest = run(right)
+    assert honest.passed, honest.detail
+    result = run(cheat)
+    assert (result.outcome, result.detail) == ("failed", execution.FALSE)
+
+
+def one_process(made: Problem, box: Sandbox, completion: str) -> ExecutionResult:
+    """The result of a problem whose solution does not pass in two processes."""
+    unsendable = replace(made, tests=f"{made.tests}\nassert add.__code__.co_argcount == 2")
+    return execute(unsendable, completion, box)
 
 
 CHANGING = [
@@ -573,3 +658,12 @@ def test_canonical_solutions_of_published_sets_pass(box: Sandbox, name: str) -> 
     assert [result.outcome for result in execute_all(pairs, box)] == ["passed"] * len(problems)
     empty = [(asked, "") for asked in islice(problems, 1)]
     assert [result.passed for result in execute_all(empty, box)] == [False]
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the published sets are not here")
+@pytest.mark.parametrize("name", SETS)
+def test_false_tests_of_published_sets(name: str) -> None:
+    """Of nearly all problems two expected values are exchanged, and of the others a test fails."""
+    problems = (read_humaneval if name.startswith("human") else read_mbxp)(DATA / name)
+    assert sum(execution.exchanged(one) != "" for one in problems) > 0.9 * len(problems)
+    assert all(execution.with_a_false_test(one) != one.tests for one in problems)

@@ -18,7 +18,7 @@ import symtable
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import compress
 
 from shoal.evaluation.problems import Problem
@@ -91,7 +91,7 @@ def _closing_brace(language: str, prompt: str, text: str) -> tuple[int | None, i
 
     That is all of it, or the function alone where the tests stand in the class around it.
     """
-    symbols = re.compile(f"{COMMENTS[language]}|{LITERALS}|[{{}}]", re.DOTALL | re.MULTILINE)
+    symbols = _symbols(language)
     depth = sum(_depth_change(match[0]) for match in symbols.finditer(prompt))
     if language in _CLOSINGS:
         depth = min(depth, 1)
@@ -108,6 +108,21 @@ def function_end(language: str, prompt: str, text: str) -> int | None:
         match = re.search(r"^end\b", text, re.MULTILINE)
         return match.end() if match else None
     return _closing_brace(language, prompt, text)[0] if language in COMMENTS else None
+
+
+def block_end(language: str, text: str, start: int) -> int:
+    """Returns the place of the brace that closes the block open at `start`; -1 without one."""
+    depth = 1
+    for match in _symbols(language).finditer(text, start):
+        depth += _depth_change(match[0])
+        if depth == 0:
+            return match.start()
+    return -1
+
+
+@cache
+def _symbols(language: str) -> re.Pattern[str]:
+    return re.compile(f"{COMMENTS[language]}|{LITERALS}|[{{}}]", re.DOTALL | re.MULTILINE)
 
 
 def _depth_change(symbol: str) -> int:

@@ -10,11 +10,13 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
 from shoal.errors import InternalError, RequestError
 from shoal.evaluation import plain_values, subprocess_tests
+from shoal.evaluation.endings import LITERALS, block_end
 from shoal.evaluation.language import Language, StepResult, name_of
 from shoal.evaluation.languages import LANGUAGES
 from shoal.evaluation.problems import Problem, known_language, records, text_field
@@ -26,6 +28,10 @@ Solution = tuple[Problem, str]
 """A problem and a completion of it."""
 
 ERROR_LINE = re.compile(r"(Error|Exception)\b|\berror\b|^(signal|ended by)")
+FALSE = "it passes tests that are false, too"
+_LAST_RETURN = re.compile(r"(?:\breturn\b[^;{}]*;?)?\s*\Z")
+_BRACKETS = re.compile(rf"{LITERALS}|[()]")
+_NUMBER = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 DETAIL = 2000  # characters of a program's output that are kept
 OUTCOMES: dict[str, Outcome] = {
     "time": "time",
@@ -94,12 +100,95 @@ def execute(problem: Problem, completion: str, sandbox: Sandbox) -> ExecutionRes
         RequestError: the language cannot be run here; it names the packages to install.
         InternalError: the program was not run.
     """
-    if problem.language != "python":
-        return _execute(problem, completion, sandbox, in_subprocess=False)
-    result = _execute(problem, completion, sandbox, in_subprocess=True)
-    if result.passed or _passes_in_subprocess(problem, sandbox, result.detail == SHARED):
-        return result
-    return _execute(problem, completion, sandbox, in_subprocess=False)
+    if problem.language == "python":
+        result = _execute(problem, completion, sandbox, in_subprocess=True)
+        if result.passed or _passes_in_subprocess(problem, sandbox, result.detail == SHARED):
+            return result
+    result = _execute(problem, completion, sandbox, in_subprocess=False)
+    false = _false(problem, sandbox) if result.passed else None
+    if false and _execute(false, completion, sandbox, in_subprocess=False).passed:
+        return replace(result, outcome="failed", detail=FALSE)
+    return result
+
+
+@cache
+def _false(problem: Problem, sandbox: Sandbox) -> Problem | None:
+    """Returns the problem with tests that no right program passes.
+
+    Two expected values are exchanged, or a test fails. What passes these tests, too, decides by
+    itself whether it passes. It is None if the canonical solution passes them, or if the tests have
+    no such place.
+    """
+    false = replace(problem, tests=exchanged(problem) or with_a_false_test(problem))
+    passed_by_all = problem.canonical is not None and (
+        _execute(false, problem.canonical, sandbox, in_subprocess=False).passed
+    )
+    return None if passed_by_all or false.tests == problem.tests else false
+
+
+def with_a_false_test(problem: Problem) -> str:
+    """Returns tests in which one more fails.
+
+    It stands behind the others if a passing program is sure to reach their end, else before them.
+    """
+    language, tests = LANGUAGES[problem.language], problem.tests
+    if not language.block:
+        return f"{tests}\n{language.false_test}\n"
+    *_, begin = [-1, *(match.end() for match in re.finditer(language.block, tests))]
+    end = block_end(problem.language, tests, begin)
+    if begin < 0 or end < 0:
+        return tests
+    block = _LAST_RETURN.sub("", tests[begin:end])
+    place = begin if re.search(r"\breturn\b", block) else begin + len(block)
+    return f"{tests[:place]}\n;{language.false_test}\n{tests[place:]}"
+
+
+def exchanged(problem: Problem) -> str:
+    """Returns tests in which two expected values are exchanged; "" without two that surely differ.
+
+    A line of a test has a call, or the name of its result or of the value that is expected, and the
+    lines of two tests differ before it, or behind it, by the values.
+    """
+    # Without stop strings or a solution the form of the tests is not known, but for MBXP's names.
+    name = problem.entry_point if problem.stops or problem.canonical is not None else ""
+    lines = problem.tests.split("\n")
+    parts = [(place, split) for place, line in enumerate(lines) if (split := _parts(line, name))]
+    for (i, one), (j, other) in combinations(parts, 2):
+        ahead = one[2] == other[2] and _differ(one[0], other[0])
+        if ahead or (one[0] == other[0] and _differ(one[2], other[2])):
+            first, second = (one, other) if not ahead else (other, one)
+            lines[i] = first[0] + one[1] + second[2]
+            lines[j] = second[0] + other[1] + first[2]
+            return "\n".join(lines)
+    return ""
+
+
+def _parts(line: str, entry_point: str) -> tuple[str, str, str] | None:
+    """Splits a line at a call, or the name of a result or an expected value."""
+    if match := re.search(r"\b(?:v|expected_)\d+(?=\s*=)|\bx\d+(?=,(?!\s*\$?v\d))", line):
+        return line[: match.start()], match[0], line[match.end() :]
+    name = rf"(?:candidate|{re.escape(entry_point)})"
+    if not entry_point or re.search(rf"(?<![=!])=\s*[\w.]*{name}\W", line):  # a result with a name
+        return None
+    match = re.search(rf"\$?\({name}(?=\s)|[$\w.]*\b{name}(?:\.call|->)?\s*\(", line)
+    depth = 0
+    for sign in _BRACKETS.finditer(line, match.start()) if match else ():
+        depth += {"(": 1, ")": -1}.get(sign[0], 0)
+        if match and sign[0] == ")" and depth == 0:
+            return line[: match.start()], line[match.start() : sign.end()], line[sign.end() :]
+    return None
+
+
+def _differ(one: str, other: str) -> bool:
+    """Tells whether two texts have other letters, or numbers that are not nearly equal."""
+    (letters, numbers), (further, others) = (
+        (sorted(re.sub(rf"{_NUMBER}|\W", "", text)), sorted(map(float, re.findall(_NUMBER, text))))
+        for text in (one, other)
+    )
+    same = len(numbers) == len(others) and all(
+        abs(a - b) <= 0.01 * max(1.0, abs(a)) for a, b in zip(numbers, others, strict=True)
+    )
+    return letters != further or not same
 
 
 @cache

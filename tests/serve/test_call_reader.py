@@ -15,6 +15,7 @@ import pytest
 from call_forms import TEMPLATES, form_of, tokenizer_of, written
 from serving import served
 from shoal.api import Shoal
+from shoal.engine.stop_strings import Passages, Stops
 from shoal.serve import call_reader
 from shoal.serve.call_reader import CallEnd, CallReader, Nesting
 from shoal.serve.tool_calls import HERMES, LLAMA, MISTRAL, Call, CallFormat, CallRules
@@ -305,3 +306,16 @@ def test_stop_strings_leave_calls_without_their_opening_alone() -> None:
         choice = server.post("/v1/chat/completions", prompt=None, **body).json()["choices"][0]
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"zone": 1}
     assert (choice["message"]["content"], choice["finish_reason"]) == ("So:", "tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "other"),
+    [(FORMS["listed"], "[time(", "[1, 2]"), (LLAMA, '{"name"', '{"zone"'), (MISTRAL, '[{"name"', "[{1")],
+)
+def test_a_stop_string_cuts_no_opening_of_a_call_that_is_no_mark(form: CallFormat, text: str, other: str) -> None:
+    """It waits until the text shows whether it begins a call."""
+    rules = CallRules(form, ["time"], False, True)
+    for said, covered in ((text, True), (other, False)):
+        passages = Passages(Stops(unstopped=rules.unstopped))
+        assert passages.cover(f"\n{said[:1]}", 2, 1, 2) is None
+        assert passages.cover(f"\n{said}", 1 + len(said), 1, 2) is covered

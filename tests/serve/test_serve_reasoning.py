@@ -17,6 +17,7 @@ from serving import CONTEXT, TIMEOUT_SECONDS, Served, legible, pair, served
 from shoal.api import Shoal
 from shoal.config import Grammar
 from shoal.constraints.compiler import Grammars
+from shoal.engine.stop_strings import Passages, Stops
 from shoal.serve.reasoning import MARKS, THINK, Marks, ReasoningReader, ReasoningRules, _up_to, rules_of
 from shoal.testing import tiny_tokenizer
 from shoal.testing.scripted import scripted
@@ -216,6 +217,17 @@ def test_stop_strings_cut_no_mark(marks: Marks, stop: str) -> None:
             assert message.get("reasoning_content") == ("Hm." if text.startswith(marks.opening) else None)
             with server.client.chat.completions.stream(model="tiny", messages=ASKED, stop=[stop]) as stream:
                 assert stream.get_final_completion().choices[0].message.content == message["content"]
+
+
+@pytest.mark.parametrize("form", ["", " <|constrain|>json", " json"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_stop_strings_end_answers_of_gpt_oss_that_name_their_form(form: str, size: int) -> None:
+    text = f"{HARMONY.opening}a zone{TURN}final{form}<|message|>{{zone}}"
+    passages = Passages(Stops(unstopped=ReasoningRules(False, HARMONY).unstopped))
+    first, last = text.index("zone"), text.rindex("zone")
+    for sure in range(first + 4, len(text) + size, size):
+        assert passages.cover(text[:sure], min(sure, len(text)), first, first + 4)
+    assert passages.cover(text, len(text), last, last + 4) is False
 
 
 @pytest.mark.slow(but=["tool"])

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.types.requests import Closing
+
 
 @dataclass(frozen=True)
 class Stops:
@@ -21,11 +23,12 @@ class Stops:
 
     texts: Sequence[str] = ()
     least: int = 0
-    unstopped: tuple[tuple[str, str | None], ...] = ()
+    unstopped: tuple[tuple[str, Closing], ...] = ()
     shown: frozenset[str] = frozenset()
 
 
 NO_STOPS = Stops()
+LONGEST = 128  # characters of a closing that an expression describes
 
 
 class Passage:
@@ -35,16 +38,22 @@ class Passage:
 
     Args:
         opening: a regular expression of the text before a part.
-        closing: the text behind it; empty if the part goes on to the end, None if it ends with its
-            opening. Blanks behind a part that begins the text belong to it: they are no part of
-            the answer.
+        closing: the text behind it, or an expression of texts of up to `LONGEST` characters; empty
+            if the part goes on to the end, None if it ends with its opening. Blanks behind a part
+            that begins the text belong to it: they are no part of the answer.
     """
 
-    def __init__(self, opening: str, closing: str | None) -> None:
+    def __init__(self, opening: str, closing: Closing) -> None:
         text = opening.removeprefix(r"\A").removeprefix(r"\s*")
         literal = re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
         self._mark = literal if re.escape(literal) == text else ""
-        self._opening, self._closing = re.compile(opening), closing
+        self._opening = re.compile(opening)
+        self._held = LONGEST
+        self._closing: re.Pattern[str] | None = None
+        if isinstance(closing, str):
+            self._held, self._closing = len(closing), re.compile(re.escape(closing) or "(?!)")
+        elif closing is not None:
+            self._closing = closing
         self._first_only, self._longest = opening.startswith(r"\A"), len(opening)
         self._inside, self._over, self._at = False, False, 0
         self._behind: int | None = None
@@ -57,18 +66,17 @@ class Passage:
             sure: the number of its characters that stay as they are.
             start: the place, never before an earlier one.
         """
-        closing = self._closing
-        if closing is None:
+        if self._closing is None:
             match = self._opening.match(text, 0, start)
             return match is not None and text[match.end() : end].isspace()
         while self._inside or self._begins_before(text, sure, start):
-            close = text.find(closing, self._at) if closing else -1
-            if close < 0:
-                self._at = max(self._at, sure - len(closing) + 1)
-            if close < 0 or _cuts(start, end, close, close + len(closing)):
+            close = self._closing.search(text, self._at)
+            if close is None:
+                self._at = max(self._at, sure - self._held + 1)
+            if close is None or _cuts(start, end, *close.span()):
                 return True
-            self._inside, self._over, self._at = False, self._first_only, close
-            self._behind = close + len(closing)
+            self._inside, self._over, self._at = False, self._first_only, close.start()
+            self._behind = close.end()
         answer = self._behind if self._first_only else None
         return answer is not None and answer <= start and text[answer:end].isspace()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.config import Grammar
+from shoal.types.requests import Closing
 
 
 class Marks(NamedTuple):
@@ -49,9 +50,9 @@ MARKS = (
 )
 """The marks of all families; the first whose opening or closing stands in a template decides."""
 _TURN = r"<\|end\|><\|start\|>assistant<\|channel\|>"
-NEXT_CHANNEL = re.compile(
-    rf"{_TURN}(final|analysis)[^<\n]*(?:<\|constrain\|>[^<\n]*)?<\|message\|>"
-)
+_FORM = r"[^<\n]*(?:<\|constrain\|>[^<\n]*)?<\|message\|>"
+ANSWER_CHANNEL = re.compile(rf"{_TURN}final{_FORM}")
+NEXT_CHANNEL = re.compile(rf"{_TURN}(final|analysis){_FORM}")
 """The beginning of gpt-oss' next message: its answer, of which it may name a form, or a thought."""
 BEGUN_CHANNEL = re.compile(rf"{_TURN}(?:[a-z]{{0,8}}|(?:final|analysis)[^\n]{{0,80}})\Z")
 """A part of such a beginning at the end of a text that may go on."""
@@ -75,13 +76,14 @@ class ReasoningRules:
     marks: Marks = THINK
 
     @property
-    def unstopped(self) -> tuple[tuple[str, str | None], ...]:
+    def unstopped(self) -> tuple[tuple[str, Closing], ...]:
         """The reasoning, and the mark of an answer without it, as `Request.unstopped` has them."""
-        if self.opened:
-            return ((r"\A", self.marks.closing),)
         opening, closing, answer = self.marks
-        direct: str | None = None
-        marks = ((opening, closing), *(((answer, direct),) if answer else ()))
+        behind_thoughts: Closing = ANSWER_CHANNEL if answer == FINAL else closing
+        if self.opened:
+            return ((r"\A", behind_thoughts),)
+        direct: Closing = None
+        marks = ((opening, behind_thoughts), *(((answer, direct),) if answer else ()))
         return tuple((rf"\A\s*{re.escape(mark)}", behind) for mark, behind in marks)
 
     def allowed_before(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shoal.serve.written_calls import LISTED
+from shoal.types.requests import Closing
 
 
 class CallFormat(NamedTuple):
@@ -159,17 +160,26 @@ class CallRules:
         return tuple(f"{start}{name}{end}" for name in self.names) if start else ()
 
     @property
-    def unstopped(self) -> tuple[tuple[str, str | None], ...]:
-        """The calls of a text, as `Request.unstopped` has them."""
+    def unstopped(self) -> tuple[tuple[str, Closing], ...]:
+        """The calls of a text, as `Request.unstopped` has them.
+
+        Beside an expression stand its commonest texts, within which no stop string ends a row.
+        """
         own = self.format
         if self.forced:
             return ((r"\A", ""),)
         if not own.opening:
-            return ((rf"\A{LISTED.pattern}", ""),)
-        bare = r"\A\s*\[?\s*\{\s*\"name\""
+            written = (re.escape(f"[{name}(") for name in self.names)
+            return (*((rf"\A\s*{one}", "") for one in written), (rf"\A{LISTED.pattern}", ""))
+        texts = map(re.escape, ('{"name"', '{ "name"', '[{"name"'))
+        bare = (*(rf"\A\s*{one}" for one in texts), r"\A\s*\[?\s*\{\s*\"name\"")
         ends = own.closing if own is HERMES or own.form else ""  # others close calls by any mark
         started = ((re.escape(one), own.closing) for one in self.starts)
-        return ((re.escape(own.opening), ends), *started, *(((bare, ""),) if own.bare else ()))
+        return (
+            (re.escape(own.opening), ends),
+            *started,
+            *(((one, "") for one in bare) if own.bare else ()),
+        )
 
     @property
     def begins(self) -> str:

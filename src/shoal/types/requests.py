@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import sys
 import time
 from collections import Counter
@@ -18,6 +19,9 @@ from shoal.config import Limits, Sampling
 from shoal.errors import ShoalError
 from shoal.types.samples import TopLogprobs
 from shoal.types.stats import DraftCounts, TokenCounts
+
+Closing = str | re.Pattern[str] | None
+"""The end of a part of a text; see `Request.unstopped`."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,10 @@ class Request:
         shows_end: the token that ends a row is shown as well, if it is one of `shown_tokens`.
         shown_stops: the stop strings that the text shows where they end it.
         unstopped: parts of the text in which stop strings end nothing: regular expressions of their
-            openings, and the texts behind them; "" = the rest of the text, None = the opening
-            alone. Behind a part that begins the text (`\\A`) blanks end nothing either. Nor does a
-            stop string within a closing, or within an opening that is an escaped text (behind
-            `\\A`, `\\s*`), unless it holds the mark as a whole.
+            openings, and the texts behind them, or expressions of these; "" = the rest of the text,
+            None = the opening alone. Behind a part that begins the text (`\\A`) blanks end nothing
+            either. Nor does a stop string within a closing, or within an opening that is an escaped
+            text (behind `\\A`, `\\s*`), unless it holds the mark as a whole.
         shows_cut: the text begins with a character that the prompt cuts, completed or not.
         ends: tokens that end the text beside those of its limits, and are not shown.
     """
@@ -89,7 +93,7 @@ class Request:
     shown_tokens: frozenset[int] = frozenset()
     shows_end: bool = False
     shown_stops: frozenset[str] = frozenset()
-    unstopped: tuple[tuple[str, str | None], ...] = ()
+    unstopped: tuple[tuple[str, Closing], ...] = ()
     shows_cut: bool = False
     ends: frozenset[int] = frozenset()
     submitted_at: float = field(default_factory=time.perf_counter)

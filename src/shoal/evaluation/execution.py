@@ -28,6 +28,33 @@ Solution = tuple[Problem, str]
 """A problem and a completion of it."""
 
 ERROR_LINE = re.compile(r"(Error|Exception)\b|\berror\b|^(signal|ended by)")
+FALSE_TESTS = {
+    "python": "assert False",
+    **dict.fromkeys(("javascript", "typescript"), "throw 1"),
+    **dict.fromkeys(("java", "scala"), "if (true) throw new RuntimeException();"),
+    "csharp": "if (true) throw new Exception();",
+    "kotlin": "if (true) throw Exception()",
+    "cpp": "{ assert(false); throw 1; }",
+    "perl": "die 1;",
+    "ruby": "raise 'false'",
+    "php": "throw new Exception();",
+    "lua": "error(1)",
+    "bash": "exit 1",
+    "r": "quit('no', 1)",
+    "racket": "(check-equal? 1 2)",
+    **dict.fromkeys(("go", "go_test"), "panic(0)"),
+    "swift": "assert(false)",
+    "rust": "panic!()",
+    "d": "assert(false);",
+}
+"""The statements that end a program as a failed test does, by language."""
+_MAIN = r"\b[mM]ain\s*\([^;{}]*\)[^;{}]*\{"
+_BLOCKS = {
+    **dict.fromkeys(("java", "cpp", "go", "kotlin", "scala", "csharp", "rust"), _MAIN),
+    "go_test": r"\bfunc Test\w*\([^;{}]*\)\s*\{",
+    "d": r"\bunittest\s*\{",
+}
+"""The texts up to the braces behind which tests run, where a program is more than statements."""
 FALSE = "it passes tests that are false, too"
 _LAST_RETURN = re.compile(r"(?:\breturn\b[^;{}]*;?)?\s*\Z")
 _BRACKETS = re.compile(rf"{LITERALS}|[()]")
@@ -131,16 +158,16 @@ def with_a_false_test(problem: Problem) -> str:
 
     It stands behind the others if a passing program is sure to reach their end, else before them.
     """
-    language, tests = LANGUAGES[problem.language], problem.tests
-    if not language.block:
-        return f"{tests}\n{language.false_test}\n"
-    *_, begin = [-1, *(match.end() for match in re.finditer(language.block, tests))]
-    end = block_end(problem.language, tests, begin)
+    language, tests, false = problem.language, problem.tests, FALSE_TESTS[problem.language]
+    if language not in _BLOCKS:
+        return f"{tests}\n{false}\n"
+    *_, begin = [-1, *(match.end() for match in re.finditer(_BLOCKS[language], tests))]
+    end = block_end(language, tests, begin)
     if begin < 0 or end < 0:
         return tests
     block = _LAST_RETURN.sub("", tests[begin:end])
     place = begin if re.search(r"\breturn\b", block) else begin + len(block)
-    return f"{tests[:place]}\n;{language.false_test}\n{tests[place:]}"
+    return f"{tests[:place]}\n;{false}\n{tests[place:]}"
 
 
 def exchanged(problem: Problem) -> str:

@@ -131,8 +131,6 @@ class Language:
             name, by which the epilogue sees that the tests stand where they should.
         guard: "", or a file that is loaded before the program, and keeps from it the functions that
             tests compare with.
-        false_test: a statement that ends a program as a failed test does.
-        block: "", or a regular expression of the text up to the brace behind which tests run.
         epilogue: a format string of the two halves of the marker; prints it after the tests, at the
             end of the program or in `epilogue_file`.
         epilogue_file: "", or a second source file, which runs the program and is started in its
@@ -154,8 +152,6 @@ class Language:
     separator: str = "\n"
     around: Callable[[str, str, str], tuple[str, str]] = lambda *_: ("", "")
     guard: str = ""
-    false_test: str = ""
-    block: str = ""
     epilogue: str = ""
     epilogue_file: str = ""
     syntax: tuple[str, ...] = ()
@@ -271,7 +267,6 @@ INTERPRETED = {
         title="Python",
         file="solution.py",
         run=("python3", "main.py"),
-        false_test="assert False",
         install="Python 3 (package python3)",
         separator=_ITS_TESTS,
         epilogue=_MAIN,
@@ -284,7 +279,6 @@ INTERPRETED = {
         title="JavaScript",
         file="main.js",
         run=("node", "-r", "./guard.js", "main.js"),
-        false_test="throw 1",
         install=_NODE,
         separator=STATEMENT,
         around=lambda *_: _OWN_NAMES,
@@ -303,7 +297,6 @@ INTERPRETED = {
         compile=("tsc", "--noCheck", "--target", "es2020", "--module", "commonjs", "main.ts"),
         run=("node", "-r", "./guard.js", "main.js"),
         guard="guard.js",
-        false_test="throw 1",
         install=f"TypeScript 5.6 or newer (npm install --global typescript) and {_NODE}",
         separator=STATEMENT,
         # A block cannot import.
@@ -317,7 +310,6 @@ INTERPRETED = {
         title="Perl",
         file="main.pl",
         run=("perl", "-I.", "-Mguard", "main.pl"),
-        false_test="die 1;",
         install="Perl (package perl)",
         separator=STATEMENT,
         around=lambda *_: ("\npackage main;\nBEGIN { guard::tests() }\n", ""),
@@ -331,7 +323,6 @@ INTERPRETED = {
         title="Ruby",
         file="main.rb",
         run=("ruby", "-r", "./guard.rb", "main.rb"),
-        false_test="raise 'false'",
         install="Ruby (package ruby)",
         separator=STATEMENT,
         guard="guard.rb",
@@ -344,7 +335,6 @@ INTERPRETED = {
         title="PHP",
         file="main.php",
         run=("php", "-d", "display_errors=stderr", *_PHP_ASSERTS, "main.php"),
-        false_test="throw new Exception();",
         install="PHP's command line (package php-cli)",
         trial="<?php",
         separator=STATEMENT,
@@ -356,7 +346,6 @@ INTERPRETED = {
         title="Lua",
         file="main.lua",
         run=("lua5.4", "-l", "guard", "main.lua"),
-        false_test="error(1)",
         install="Lua 5.4 (package lua5.4)",
         around=lambda *_: ("\nlocal assert, error, require, os = held_for_tests()\n", ""),
         guard="guard.lua",
@@ -369,7 +358,6 @@ INTERPRETED = {
         title="Bash",
         file="main.sh",
         run=("bash", "main.sh"),
-        false_test="exit 1",
         install="Bash (package bash)",
         around=lambda *_: (_OWN_BUILTINS, ""),
         epilogue="printf '%s%s\\n' {!r} {!r}",
@@ -380,7 +368,6 @@ INTERPRETED = {
         title="R",
         file="main.R",
         run=("Rscript", "--vanilla", "main.R"),
-        false_test="quit('no', 1)",
         install="R (package r-base-core)",
         # What an `if (FALSE)` at the end of a completion has for itself.
         separator="\ninvisible(NULL)\n",
@@ -393,7 +380,6 @@ INTERPRETED = {
         title="Racket",
         file="main.rkt",
         run=("racket", "main.rkt"),
-        false_test="(check-equal? 1 2)",
         install="Racket (package racket)",
         trial="#lang racket\n(require rackunit)\n(check-equal? 1 1)",
         # A check that fails only says so. The log has the numbers of failed checks and of all.

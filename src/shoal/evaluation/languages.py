@@ -53,17 +53,12 @@ _OWN_MACROS = "\n" + "".join(
 )
 """Rust's own macros, by their names for the tests."""
 
-_MAIN = r"\b[mM]ain\s*\([^;{}]*\)[^;{}]*\{"
-_THROWS = "if (true) throw new {}();"
-
 COMPILED = {
     "java": Language(
         title="Java",
         file="Main.java",
         compile=("javac", *_JAVAC_OPTIONS, "-cp", _CLASSES, "Main.java", "Epilogue.java"),
         run=("java", *_JAVA_MEMORY, "-cp", _CLASSES, "Epilogue"),
-        false_test=_THROWS.format("RuntimeException"),
-        block=_MAIN,
         install="a Java development kit (package default-jdk-headless)",
         trial="class Main { public static void main(String[] arguments) {} }",
         around=_in_a_class,
@@ -81,8 +76,6 @@ COMPILED = {
             *("-o", "main", "main.cpp", "last.cpp"),
         ),
         run=("./main",),
-        false_test="{ assert(false); throw 1; }",
-        block=_MAIN,
         install="g++ (package g++)",
         trial="int main() {}",
         around=_without_macros,
@@ -95,8 +88,6 @@ COMPILED = {
         file="main.go",
         compile=("go", "build", "-o", "main", "main.go", "words.go"),
         run=("./main",),
-        false_test="panic(0)",
-        block=_MAIN,
         install=_GO,
         epilogue="""package main
 import "os"
@@ -113,8 +104,6 @@ func init() {{ main(); os.Stdout.WriteString("{}" + "{}"); os.Exit(0) }}""",
         file="main_test.go",
         compile=("go", "test", "-c", "-o", "main", "main_test.go", "words_test.go"),
         run=("./main",),
-        false_test="panic(0)",
-        block=r"\bfunc Test\w*\([^;{}]*\)\s*\{",
         install=_GO,
         around=lambda *_: ("", "\nvar _ = fmt.Sprint"),
         # A package without tests would pass, and so would one whose arguments leave them out.
@@ -143,8 +132,6 @@ func TestTrial(t *testing.T) {}""",
             *("-nowarn", "-include-runtime", "-d", "main.jar", "main.kt", "epilogue.kt"),
         ),
         run=("java", *_JAVA_MEMORY, "-cp", "main.jar", "Epilogue"),
-        false_test="if (true) throw Exception()",
-        block=_MAIN,
         install="Kotlin (package kotlin)",
         trial="fun main() {}",
         epilogue=epilogue_of("epilogue.kt"),
@@ -158,8 +145,6 @@ func TestTrial(t *testing.T) {}""",
         file="main.scala",
         compile=("scalac", "-nowarn", "-d", ".", "main.scala", "epilogue.scala"),
         run=("scala", "-nocompdaemon", "-cp", ".", "Epilogue"),
-        false_test="throw new Exception()",
-        block=_MAIN,
         install="Scala (package scala)",
         trial="object Main extends App {}",
         separator="\n()\n",  # the body of an `if (false)` at the end of a completion
@@ -179,8 +164,6 @@ func TestTrial(t *testing.T) {}""",
             *("-main:Epilogue", "-out:main.exe", "main.cs", "epilogue.cs"),
         ),
         run=("mono", "main.exe"),
-        false_test=_THROWS.format("Exception"),
-        block=_MAIN,
         install="Mono (packages mono-mcs, mono-runtime and libmono-system-numerics4.0-cil)",
         trial="class Program { public static void Main(string[] arguments) {} }",
         around=_in_a_class,
@@ -194,7 +177,6 @@ func TestTrial(t *testing.T) {}""",
         file="main.swift",
         compile=("swiftc", "-suppress-warnings", "-o", "main", "main.swift"),
         run=("./main",),
-        false_test="assert(false)",
         install="Swift (packages swiftlang, libc6-dev and libstdc++-14-dev of Debian 13, or "
         "https://swift.org)",
         separator="\n_ = ()\n",  # the operand of a `true ? () :` at the end of a completion
@@ -207,8 +189,6 @@ func TestTrial(t *testing.T) {}""",
         file="main.rs",
         compile=("rustc", "--edition", "2021", "-A", "warnings", "-o", "main", "epilogue.rs"),
         run=("./main",),
-        false_test="panic!()",
-        block=_MAIN,
         install="Rust (package rustc; rustup's runs with the directory bin of "
         "`rustc --print sysroot` first on PATH)",
         trial="fn main() {}",
@@ -222,8 +202,6 @@ func TestTrial(t *testing.T) {}""",
         file="main.d",
         compile=("gdc", "-funittest", "-Wl,--wrap=main", "-o", "main", "main.d", "epilogue.d"),
         run=("./main",),
-        false_test="assert(false);",
-        block=r"\bunittest\s*\{",
         install="the D compiler of GCC (package gdc)",
         trial="unittest {}\nvoid main() {}",
         separator=STATEMENT,  # the body of a `version (none)` at the end of a completion

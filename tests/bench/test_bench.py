@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ import stages
 from bench_runs import POOL, measured, pair, printed, quick_ceilings
 from medusa_heads import save_medusa
 from never_slower import shuffled
+from shoal import bench
 from shoal.api import Shoal
 from shoal.bench import decoding_methods, machine, quick, random_pairs, report_views
 from shoal.bench import job_runner as bench_runner
@@ -205,6 +207,34 @@ def test_rows_are_counted_up_to_their_end(pair: Shoal) -> None:
         run = method.run(replace(work, eos=(eos,)))
         assert list(map(len, run.ids)) == list(first.values()), method.name
         assert run.committed == sum(first.values()) < 48
+
+
+def test_times_of_rows_are_in_the_order_of_their_ends() -> None:
+    """The first row to end took the most time per token here, the last one less than the row before it."""
+    run = Run(3.0, (3.0, 1.0, 2.0), ((0,) * 6, (0,), (0,) * 3))
+    assert run.row_ms == pytest.approx((1000.0, (500 + 1000 + 2000 / 3) / 3, 500.0))
+    ended = [SimpleNamespace(finished_at=at, token_ids=ids) for at, ids in zip(run.ended, run.ids, strict=True)]
+    assert bench._row_times([SimpleNamespace(samples=ended)]) == pytest.approx(run.row_ms)  # type: ignore[arg-type]
+
+
+def test_a_row_that_ends_earlier_differs() -> None:
+    found = bench.compared([[(1, 2, 3), (4, 5)]], [[(1, 2, 3), (4,)]], drafted=1)
+    assert (found.same, found.rows, found.place, found.holds) == (1, 2, "prompt 1, row 2, token 2", False)
+    assert not bench.compared([[(1,)]], [[(1,)]], drafted=0).holds
+
+
+def test_stages_are_of_rounds_and_leave_prompts_out() -> None:
+    spent = stats.Stats(rounds=4, target_passes=2, seconds=1.0, seconds_prefill=0.5, seconds_verify=0.2, seconds_accept=0.1)
+    run = Run(1.0, (1.0,), ((0,),), spent)
+    busy = replace(run, busy=(machine.BusyProcess("x", 1.0),))
+    case = Case.of("different", 0.0, 1, 1)
+    made = line(case, "off", False, [run, replace(run, busy=()), busy], [run] * 3)
+    assert made.stages == pytest.approx({"draft": 0.0, "verify": 50.0, "accept": 25.0, "commit": 0.0, "other": 50.0})
+    assert made.disturbed == 1
+
+
+def test_plain_decoding_is_measured_once() -> None:
+    assert replace(JOB, lookaheads=("2", "off", "2")).lookaheads == ("off", "2")
 
 
 def test_work_of_a_repeat() -> None:

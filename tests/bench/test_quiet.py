@@ -44,6 +44,8 @@ def test_the_own_process_and_its_descendants_do_not_count() -> None:
     before = {1: IDLE, OWN: HERE, 101: child}
     later = {1: IDLE, OWN: after(HERE, 9.0, 9.0), 101: after(child, 9.0), 102: after(grandchild, 9.0)}
     assert busy_processes(before, later, 10.0, OWN) == ()
+    child_ended = {1: IDLE, OWN: HERE, 102: after(grandchild, 9.0)}  # after the grandchild was looked at
+    assert busy_processes(before, child_ended, 10.0, OWN) == ()
     named = [one.name for one in busy_processes(before, later, 10.0, own=101)]  # the control: seen from the child
     assert named == ["pytest"]
 
@@ -65,6 +67,8 @@ def test_the_time_of_a_grandchild_before_is_not_counted_again_where_both_have_en
     assert busy_processes(before, later, 10.0, OWN) == (BusyProcess("bash", 0.4),)
     goes_on = {OWN: HERE, 50: after(shell, reaped=5.0), 51: after(script, reaped=104.0)}
     assert busy_processes(before, goes_on, 10.0, OWN) == (BusyProcess("bash", 0.5), BusyProcess("sh", 0.4))
+    not_waited_for = {OWN: HERE, 50: after(shell, 4.0)}
+    assert busy_processes(before, not_waited_for, 10.0, OWN) == (BusyProcess("bash", 0.4),)
 
 
 def test_an_id_that_was_given_again_is_another_process() -> None:

@@ -19,6 +19,7 @@ import shoal
 from shoal.errors import RequestError
 from shoal.models.quantize import Int8Linear
 from shoal.types.rollouts import Rollouts, rollouts
+from shoal.types.samples import Output
 
 PROMPTS = [(5, 6, 7), (8, 9), (3, 4, 5, 6, 7, 8)]
 PAD = 63
@@ -67,6 +68,9 @@ def test_rows_are_padded_on_the_side_of_their_ends(loaded: shoal.Shoal) -> None:
     assert found.prompt_ids[~found.prompt_mask].unique().tolist() == [PAD]
     assert found.logprobs[~found.completion_mask].unique().tolist() in ([], [0.0])
     assert found.input_ids.shape == found.attention_mask.shape == (6, 6 + longest)
+    short = loaded.generate(PROMPTS[0], 2, seed=3, max_new_tokens=3)[0].samples
+    ragged = Output(None, (1, 2), (short[0], replace(short[1], token_ids=(7,), logprobs=(0.0,), processed_logprobs=(0.0,))))
+    assert rollouts([ragged], PAD, "cpu").attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
 
 
 def test_a_row_that_came_to_its_limit_is_finished_and_truncated(loaded: shoal.Shoal) -> None:

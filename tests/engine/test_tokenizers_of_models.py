@@ -63,6 +63,7 @@ def only(kind: str, prompt: Any, ids: tuple[int, ...], **options: Any) -> Sample
     (shown,) = stream.result()[0].samples
     assert (shown.text, shown.token_ids) == (found.text, found.token_ids)
     assert "".join(increment.text for increment in increments) == found.text
+    assert sum(increment.rounds for increment in increments) == shown.rounds
     assert found.accepted > 0 or len(found.token_ids) < 5
     for increment in increments:
         assert "\ufffd" not in increment.text or "\ufffd" in written(kind, ids)

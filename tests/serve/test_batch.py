@@ -344,6 +344,9 @@ def test_a_grammar_of_many_lines_is_tried_once_and_not_without_end(monkeypatch: 
                 trials.require(Grammar("regex", text))
     trials.require(Grammar("regex", "c"))
     assert len(tried) == 2
+    slow = FirstTrials()
+    monkeypatch.setattr(slow._probe, "outcome", lambda source: {"outcome": "slow", "why": "late", "seconds": 2.0})
+    slow.require(Grammar("regex", "a"))  # the model's own alphabet decides
 
 
 def test_what_is_answered_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,11 +285,15 @@ BY_PACKAGES = {
     "torchao, features too": (
         "torchao", lambda: transformers.TorchAoConfig(torchao_config("Int8DynamicActivationInt8WeightConfig"))
     ),
+    "torchao in fp8": ("torchao", lambda: transformers.TorchAoConfig(torchao_config("Float8WeightOnlyConfig"))),
+    "torchao, whole numbers of any size": (
+        "torchao", lambda: transformers.TorchAoConfig(torchao_config("IntxWeightOnlyConfig", weight_dtype=torch.int4))
+    ),
 }  # fmt: skip
 
 
-def torchao_config(name: str) -> Any:
-    return getattr(import_module("torchao.quantization"), name)()
+def torchao_config(name: str, **settings: Any) -> Any:
+    return getattr(import_module("torchao.quantization"), name)(**settings)
 
 
 @pytest.mark.parametrize("name", BY_PACKAGES)

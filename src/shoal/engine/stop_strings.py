@@ -48,12 +48,8 @@ class Passage:
         literal = re.sub(r"\\(.)", r"\1", text, flags=re.DOTALL)
         self._mark = literal if re.escape(literal) == text else ""
         self._opening = re.compile(opening)
-        self._held = LONGEST
-        self._closing: re.Pattern[str] | None = None
-        if isinstance(closing, str):
-            self._held, self._closing = len(closing), re.compile(re.escape(closing) or "(?!)")
-        elif closing is not None:
-            self._closing = closing
+        self._closing = closing
+        self._held = len(closing) if isinstance(closing, str) else LONGEST
         self._first_only, self._longest = opening.startswith(r"\A"), len(opening)
         self._inside, self._over, self._at = False, False, 0
         self._behind: int | None = None
@@ -70,15 +66,23 @@ class Passage:
             match = self._opening.match(text, 0, start)
             return match is not None and text[match.end() : end].isspace()
         while self._inside or self._begins_before(text, sure, start):
-            close = self._closing.search(text, self._at)
-            if close is None:
+            close, behind = self._next_closing(text)
+            if close < 0:
                 self._at = max(self._at, sure - self._held + 1)
-            if close is None or _cuts(start, end, *close.span()):
+            if close < 0 or _cuts(start, end, close, behind):
                 return True
-            self._inside, self._over, self._at = False, self._first_only, close.start()
-            self._behind = close.end()
+            self._inside, self._over, self._at = False, self._first_only, close
+            self._behind = behind
         answer = self._behind if self._first_only else None
         return answer is not None and answer <= start and text[answer:end].isspace()
+
+    def _next_closing(self, text: str) -> tuple[int, int]:
+        """Returns the place of the next closing and its end; -1 without one."""
+        if isinstance(self._closing, re.Pattern):
+            match = self._closing.search(text, self._at)
+            return match.span() if match else (-1, -1)
+        close = text.find(self._closing, self._at) if self._closing else -1
+        return close, close + len(self._closing or "")
 
     def begins_at(self, text: str, start: int, end: int) -> bool | None:
         """Returns True if a place lies within the opening of a part.

@@ -84,7 +84,7 @@ def rows_of(result: Result) -> list[Sample]:
 
 
 def in_turns(methods: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """Yields (repeat, method) as measured: in turns, every other turn in reverse order."""
+    """Yields (repeat, method); the methods take turns, every other turn in reverse order."""
     for repeat in range(repeats):
         for name in methods[:: -1 if repeat % 2 else 1]:
             yield repeat, name
@@ -235,6 +235,9 @@ def per_position(rate: float, k: int) -> float:
 
 
 def predicted_speedup(acceptance: float, k: int, costs: Costs) -> float:
-    """Computes (1 - a^(k+1)) / (1 - a) tokens per round over the cost of a round in plain ones."""
+    """Computes tokens per round over the cost of a round compared with a plain one.
+
+    A round commits (1 - a^(k+1)) / (1 - a) tokens, where a is `acceptance`.
+    """
     tokens = sum(acceptance**i for i in range(k + 1))
     return tokens * costs.round(0) / costs.round(k)

@@ -126,7 +126,10 @@ def _static(pair: Shoal, work: Work) -> Run:
 
 
 def _continuous(pair: Shoal, work: Work) -> Run:
-    """Runs `generate_batch` with a pool for this work; start-up and shut-down are not counted."""
+    """Runs `generate_batch`; its start-up and shut-down are not counted.
+
+    Its pool is no larger than the work needs.
+    """
     rows = work.rows
     pages = sum(-(-(len(row) + work.max_new_tokens) // PAGE) for row in rows)
     known = ContinuousBatchingConfig.__dataclass_fields__
@@ -316,7 +319,7 @@ class IdentityCheck:
             self.findings[case.layout, case.batch, name] = GreedyIdentity.of(comparison, control)
 
     def compare(self, case: Case, name: str, runs: Sequence[Run], plain: Sequence[Run]) -> None:
-        """Compares timed runs that were greedy themselves, as `check` does."""
+        """Compares timed runs that were greedy themselves and must agree as well (see `check`)."""
         for repeat, (one, other) in enumerate(zip(plain, runs, strict=False)):
             for row, (a, b) in enumerate(zip(one.ids, other.ids, strict=True)):
                 position = first_difference(a, b)
@@ -332,7 +335,10 @@ class IdentityCheck:
         )
 
     def _control(self, work: Work, plain: Run) -> Identity:
-        """Compares some rows of the plain run with the same rows decoded one by one."""
+        """Compares some rows of the plain run with the same rows decoded one by one.
+
+        In 16 bit, batching changes ties by itself.
+        """
         first = {prompt: row for row, prompt in reversed(list(enumerate(work.rows)))}
         rows = sorted(first.values())[:CONTROL_ROWS]
         single = [

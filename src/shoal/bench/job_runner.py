@@ -45,7 +45,7 @@ from shoal.models.sources import bundled
 
 
 def peak_tensor_bytes(work: Callable[[], object]) -> int:
-    """Counts, by the profiler, the most bytes of tensors on a CPU that `work` held at once."""
+    """Counts, under the profiler, the most bytes of CPU tensors that `work` had at once."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     alive = peak = 0

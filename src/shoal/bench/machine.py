@@ -213,7 +213,7 @@ def _from_psutil(psutil: Any) -> Iterator[tuple[int, Process]]:
 
 @dataclass(frozen=True)
 class BusyProcess:
-    """A process that is not ours and used more than `LIMIT` cores, named without arguments."""
+    """A process that is not ours and used more than `LIMIT` cores; its `name` has no arguments."""
 
     name: str
     cores: float
@@ -264,7 +264,12 @@ def _descendants(root: int, known: Processes) -> set[int]:
 
 @dataclass
 class Watch:
-    """The busy processes that `QuietGate.watch` saw, if any can be seen; None until its end."""
+    """The finding of `QuietGate.watch`.
+
+    Attributes:
+        busy: the busy processes; None until the block has ended, and if processes cannot be
+            seen.
+    """
 
     busy: tuple[BusyProcess, ...] | None = None
 

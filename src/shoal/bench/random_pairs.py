@@ -178,7 +178,10 @@ class Imposed(Rejection):
 
 
 def imposing(pair: Shoal, rate: float) -> Shoal:
-    """Returns the same models under the imposed rule, without the costs that `auto` measured."""
+    """Returns the same models under the imposed rule.
+
+    The costs that `auto` measured under the real rule are not carried over.
+    """
     other = copy.copy(pair)
     other.rule = Imposed(rate)
     other.pair_costs = PairCosts(packed=pair.pair_costs.packed)

@@ -181,7 +181,10 @@ def _counts(stats: Sequence[Stats]) -> dict[str, Any]:
 
 
 def _stages(stats: Stats) -> dict[str, float]:
-    """Computes milliseconds per round; the stage that waits for an accelerator pays for it."""
+    """Computes milliseconds per round.
+
+    Work on an accelerator is queued: the stage that waits for it pays for it.
+    """
     names = {"draft": "propose", "verify": "verify", "accept": "accept", "commit": "commit"}
     spent = {name: getattr(stats, f"seconds_{field}") for name, field in names.items()}
     spent["other"] = stats.seconds - stats.seconds_prefill - sum(spent.values())
@@ -227,7 +230,7 @@ class Report:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Report:
-        """Restores a report from `to_dict`, also after JSON; ValueError: it has another format."""
+        """Restores a report from `to_dict`, also after JSON; other formats raise ValueError."""
         data = dict(data)
         if data.pop("format", None) != FORMAT:
             raise ValueError(f"not a results file of format {FORMAT}")

@@ -37,7 +37,10 @@ def _disturbed(one: ReportLine) -> str:
 
 
 def _identity(one: ReportLine) -> str:
-    """Writes the rows equal to plain greedy decoding, in 16 bit with the control."""
+    """Writes how many rows equal plain greedy decoding.
+
+    In 16 bit the control is added, which shows how many rows batching changes by itself.
+    """
     if one.identity is None:
         return ""
     shown = f"{one.identity.same}/{one.identity.rows}"
@@ -258,7 +261,10 @@ def _device(report: Report) -> str:
 
 
 def _styles(lines: Sequence[ReportLine]) -> dict[str, dict[str, Any]]:
-    """Returns a colour and a marker per setting: Transformers' dashed, plain decoding grey."""
+    """Returns a colour and a marker per setting.
+
+    Transformers' own methods are dashed, plain decoding is grey.
+    """
     styles: dict[str, dict[str, Any]] = {}
     for one in lines:
         if one.label not in styles:
@@ -355,7 +361,7 @@ def _finish(axes: Any) -> None:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Names the lines at their right ends, in place of a legend, moved apart where they overlap."""
+    """Names the lines at their right ends, not in a legend; moves names apart if they overlap."""
     low, high = axes.get_ylim()
     lowest = 0.0
     for value, label, colour in sorted(ends):

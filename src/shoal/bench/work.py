@@ -295,7 +295,11 @@ class Load:
         return Load(flops, attention, weights, whole.kv * share)
 
     def done(self, passes: int, positions: int, rows: int, context: float) -> tuple[float, float]:
-        """Computes (operations, bytes) of `rows` (rows times passes) over a number of positions."""
+        """Computes (operations, bytes) of passes over a number of positions.
+
+        Args:
+            rows: rows times passes.
+        """
         context = min(context, self.window)
         return positions * (
             self.flops + self.attention_flops * context

@@ -111,7 +111,10 @@ def _console(width: int) -> Console:
 
 
 def _file_name(report: Report) -> str:
-    """Returns a name such as 2026-11-21-x86_64-2-threads.json, one for each day."""
+    """Returns a name such as 2026-11-21-x86_64-2-threads.json.
+
+    An earlier file of the same day is replaced.
+    """
     machine = report.machine
     parts = [machine["date"], machine["device"], f"{machine['threads']}-threads"]
     parts += ["imposed"] if report.config["acceptance"] is not None else []
@@ -343,7 +346,10 @@ def _measure(
 
 
 def _pool(pair: Shoal, texts: list[str], prompt_tokens: int, job: Job) -> list[tuple[int, ...]]:
-    """Returns ids of prompts: the given ones, held-out problems, or random without a tokenizer."""
+    """Returns the prompts as ids: the given ones, or held-out problems.
+
+    A pair without a tokenizer gets random ids.
+    """
     size = max(POOL, *job.batches)
     if pair.tokenizer is None:
         if texts:

@@ -315,7 +315,10 @@ def _names(model: Shoal) -> str:
 
 
 def _talk(session: ChatSession, view: ChatView, read: ReadLine) -> None:
-    """Answers the lines of a terminal until the user leaves; Ctrl-C and errors end answers only."""
+    """Answers the lines of a terminal until the user leaves.
+
+    An error or Ctrl-C ends an answer, but not the chat.
+    """
     while True:
         asking = False
         try:

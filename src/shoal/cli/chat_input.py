@@ -223,7 +223,10 @@ def history_file() -> Path:
 
 
 def _readline() -> Any:
-    """Returns the readline module, or None in a Python without it."""
+    """Returns the readline module, or None if Python was built without it.
+
+    The terminal then edits lines itself.
+    """
     try:
         import readline
     except ImportError:

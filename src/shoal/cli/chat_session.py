@@ -55,7 +55,10 @@ class ChatSettings:
         return int(self.values["n"])
 
     def stream_options(self, attempt: int) -> dict[str, Any]:
-        """Returns the options of `Shoal.stream`, with the next seed for a later attempt."""
+        """Returns the options of `Shoal.stream`.
+
+        With a seed, each later attempt at a message has the next seed, so that it differs.
+        """
         options = with_ends(
             {name: value for name, value in self.values.items() if name != "n"}, self._ends
         )
@@ -129,7 +132,11 @@ class ChatSession:
         self._model, self._writer, self._view = model, writer, view
 
     def say(self, text: str) -> None:
-        """Answers a message as `answer` does; one without an answer is not in the conversation."""
+        """Answers a message; one that gets no answer is no part of the conversation.
+
+        Raises:
+            RequestError, KeyboardInterrupt: see `answer`.
+        """
         require_text(text, "the message")
         self.conversation.say(text)
         try:
@@ -218,7 +225,10 @@ def _split(rules: ReasoningRules | None) -> Split:
 
 
 def _ends_of_reasoning(model: Shoal, rules: ReasoningRules) -> list[int]:
-    """Returns the ids of the special tokens that enclose reasoning, which texts show."""
+    """Returns the ids of the special tokens that enclose reasoning.
+
+    Texts show these tokens, so that reasoning can be told from an answer.
+    """
     from shoal.engine.detokenizer import special_tokens
 
     around, names = "".join(rules.marks), special_tokens(model.tokenizer)

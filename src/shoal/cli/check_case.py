@@ -116,7 +116,7 @@ class CheckCase:
 
     @property
     def draft_context(self) -> int:
-        """The most tokens of a row that the drafter reads: its model's context, or no limit."""
+        """The most tokens of a row that the drafter reads: the context of its model, if any."""
         return sys.maxsize if self.model.draft_model is None else self.model.draft_model.context
 
     def drafted(self) -> CheckCase:

@@ -1,4 +1,7 @@
-"""The checks of `shoal check` without a drafter, from a `CheckCase` or model to a `CheckResult`."""
+"""The checks of `shoal check` that need no drafter.
+
+Each is a function from a `CheckCase` or a model to a `CheckResult`.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +176,7 @@ def turn_end(model: Shoal) -> Iterator[CheckResult]:
 
 
 def drafters_in_the_box(target: Runner) -> list[str]:
-    """Returns the drafters that need no second model or training, the one of `auto` first."""
+    """Returns the drafters that need no second model and no training, that of `auto` first."""
     from shoal.drafting.mtp import has_layer
 
     drafters = [MTP.name] if has_layer(target) else []
@@ -244,7 +247,10 @@ def executors(runner: Runner, role: str, draft_length: int) -> CheckResult:
 
 
 def context(case: CheckCase) -> CheckResult:
-    """Checks that the longest prompt and its continuation fit; tells how far drafts go."""
+    """Checks that the longest prompt and its continuation fit in the target.
+
+    It also tells how far the drafter can follow.
+    """
     longest = case.longest
     need, target = longest + case.max_new_tokens, case.model.target.context
     data = {"needed": need, "target": target}
@@ -275,7 +281,10 @@ def context(case: CheckCase) -> CheckResult:
 
 
 def number_format(runner: Runner) -> CheckResult:
-    """Tells which number format was chosen and why, and whether seeds hold in it."""
+    """Tells which number format was chosen and why.
+
+    It also tells whether a CPU has instructions for it, and whether seeds hold in it.
+    """
     import torch
 
     from shoal.models import formats

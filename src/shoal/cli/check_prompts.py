@@ -95,7 +95,10 @@ class PromptSet:
 
     @staticmethod
     def of(kind: str, source: str, texts: Sequence[str], tokenizer: Any) -> PromptSet:
-        """Encodes a part of the texts as `Shoal.generate` does, chat by the template."""
+        """Encodes a part of the texts, as `Shoal.generate` does.
+
+        Chat is encoded by the tokenizer's template if it has one.
+        """
         count = min(MOST, len(texts))
         chosen = tuple(texts[i * len(texts) // count] for i in range(count))
         encode = _encode_chat if kind == CHAT else _encode

@@ -257,7 +257,7 @@ def printable(text: str) -> str:
 
 
 def plain_table(*columns: str) -> Table:
-    """Returns a table for a terminal or a text file, the first column words, the others figures."""
+    """Returns a table for terminals and files of text: words in the first column, then figures."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)

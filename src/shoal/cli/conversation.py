@@ -97,7 +97,11 @@ class Conversation:
         return turn
 
     def choose(self, number: int) -> Candidate:
-        """Makes a candidate of the last turn, counted from 1, its answer; or RequestError."""
+        """Makes a candidate of the last turn, counted from 1, its answer.
+
+        Raises:
+            RequestError: there is no such candidate.
+        """
         count = len(self.last.answers)
         if not 1 <= number <= count:
             said = (
@@ -228,7 +232,11 @@ class ChatWriter:
         self._tokenizer = tokenizer
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Returns a conversation that the model's turn follows; RequestError: a refusal."""
+        """Returns a conversation that the model's turn follows.
+
+        Raises:
+            RequestError: the template refuses it.
+        """
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -295,7 +303,7 @@ class ChatOptions:
         return [writer.ids(writer.text([*before, message("user", prompt)])) for prompt in prompts]
 
     def writer(self, tokenizer: Any) -> ChatWriter:
-        """Returns the writer of conversations for a model; RequestError: there is no template."""
+        """Returns a model's writer of conversations; raises RequestError without a template."""
         return ChatWriter(tokenizer, read_template(self.chat_template))
 
     def before(self) -> list[Message]:

@@ -262,7 +262,7 @@ def show_table(console: Console, heads: Sequence[str], lines: Sequence[Sequence[
 
 
 def show_wide(console: Console, table: Table) -> bool:
-    """Prints a table in full width, always to a file; False if the terminal is too narrow."""
+    """Prints a table in its full width; returns False instead if the terminal is too narrow."""
     wide = stdout()
     wide.width = UNBOUNDED
     widest = wide.measure(table).maximum
@@ -298,7 +298,11 @@ class Export:
     file: Path
 
     def write(self, evaluation: Evaluation, eval_set: EvalSet) -> None:
-        """Writes a complete evaluation's samples, or raises RequestError; names its evaluator."""
+        """Writes the samples of a complete evaluation, and names the evaluator's command.
+
+        Raises:
+            RequestError: the file cannot be written.
+        """
         from shoal.evaluation.exports import programs_of
         from shoal.evaluation.sampling import KNOWN
 

@@ -236,7 +236,11 @@ class EvalSampling(SampleOptions):
         return {name: value for name, value in given.items() if value}
 
     def config(self, source: ModelSource, speculation: SpeculationOptions) -> SamplingConfig:
-        """Returns checked sampling settings before a model is loaded; raises RequestError."""
+        """Returns the sampling settings, checked before a model is loaded.
+
+        Raises:
+            RequestError: the options cannot be sampled with.
+        """
         with imports_shown():
             from shoal.evaluation.sampling import METHODS, PLAIN, UNDRAFTED, SamplingConfig
 
@@ -308,7 +312,7 @@ class EvalOptions:
     output: EvalOutputOptions
 
     def require_one_run(self, why: str) -> None:
-        """Raises RequestError, with `why`, for options of several runs, or of files of one."""
+        """Raises RequestError, with `why`, if options ask for several runs or for files of one."""
         several = self.sampling.methods is not None or self.sampling.time_budget != "inf"
         if several or self.output.out is not None:
             raise RequestError(f"{why}: leave out --methods, --time-budget and --output")
@@ -328,7 +332,11 @@ def options_of(sampling: EvalSampling, speculation: SpeculationOptions) -> dict[
 
 
 def parse_budgets(text: str) -> list[float]:
-    """Reads the budgets, rising seconds above 0 or inf for none; raises RequestError for others."""
+    """Reads the budgets in seconds, rising; inf is no budget.
+
+    Raises:
+        RequestError: a budget is no number > 0, or there is none.
+    """
     try:
         budgets = sorted({float(part) for part in text.split(",") if part.strip()})
     except ValueError:

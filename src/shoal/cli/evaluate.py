@@ -84,7 +84,11 @@ def evaluate(
 
 
 def _require_outputs(chosen: SetOptions, output: EvalOutputOptions, *, samples: bool) -> None:
-    """Raises RequestError if results, or the `samples` to be drawn, could not be written."""
+    """Raises RequestError if results cannot be written where they are to go.
+
+    Args:
+        samples: True if samples are drawn.
+    """
     if output.out is not None:
         with imports_shown():
             from shoal.bench.machine import require_place

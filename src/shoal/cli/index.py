@@ -28,7 +28,11 @@ PIECE = 1 << 20
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
-    """Returns the files meant, those in a directory at any depth; raises RequestError for none."""
+    """Returns the files that are meant; a directory gives those in it, at any depth.
+
+    Raises:
+        RequestError: there are none.
+    """
     files_of_folders: list[Path] = []
     for path in paths:
         if not path.exists():

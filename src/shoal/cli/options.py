@@ -104,7 +104,7 @@ class SpeculationOptions:
 
 @dataclass(frozen=True)
 class PairNames:
-    """The target and the drafter, ids or directories; a drafter without target is an error."""
+    """The target and the drafter, Hub ids or directories; a drafter alone raises RequestError."""
 
     model: Annotated[
         str | None,
@@ -129,7 +129,7 @@ class PairNames:
 
     @property
     def draft_model(self) -> str | None:
-        """The name of the draft model, if there is one; see `read_draft`."""
+        """The name of the draft model, if there is one; raises as `read_draft` does."""
         draft = read_draft(self.draft)
         return None if draft is None else draft.source
 

@@ -61,7 +61,10 @@ def python_text(text: str) -> Text:
 
 
 def describe(sample: Sample) -> str:
-    """Describes a sample in 80 columns: rank figure, end, size, and tokens per round."""
+    """Describes a sample in one line: rank figure, end, size, and tokens per round.
+
+    With a rank figure the line fits in 80 columns.
+    """
     committed = sample.accepted + sample.rounds if sample.syntax == "cut" else len(sample.token_ids)
     per_round = committed / sample.rounds if sample.rounds else 0.0
     late = (

@@ -184,7 +184,7 @@ def _settings(
     address: AddressOptions,
     limits: LimitOptions,
 ) -> Settings:
-    """Returns the settings that the server allows; RequestError: a faulty file or host."""
+    """Returns the settings that the server allows; raises RequestError for a bad file or host."""
     from shoal.serve import access, settings
 
     given = access.read_keys(address.api_key_file)

@@ -229,7 +229,10 @@ class AlignmentVocabulary:
         return bisect_left(self._texts, beginning), end
 
     def _same(self, text: bytes) -> tuple[int, int]:
-        """Returns the range of the tokens of exactly these bytes, which pieces may spell twice."""
+        """Returns the range of the tokens that write exactly these bytes.
+
+        A vocabulary of pieces may have two tokens for one byte.
+        """
         return bisect_left(self._texts, text), bisect_left(self._texts, text + b"\0")
 
 

@@ -70,7 +70,11 @@ class Alphabet:
 
     @staticmethod
     def of(tokenizer: Any, vocab_size: int) -> Alphabet:
-        """Returns a fast tokenizer's alphabet; ValueError: its tokens do not write its texts."""
+        """Returns the alphabet of a fast Transformers tokenizer.
+
+        Raises:
+            ValueError: its tokens do not write its texts.
+        """
         spelled = token_bytes(tokenizer)
         backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         backend.no_padding()

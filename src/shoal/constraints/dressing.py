@@ -102,7 +102,7 @@ samples of rows that draw by estimates; both; samples that differ."""
 
 
 def read_exact(exact: bool | str) -> str:
-    """Returns "" for False, "weights" for True, or one of `EXACT`; RequestError: none of them."""
+    """Returns "" for False, "weights" for True, or one of `EXACT`; else raises RequestError."""
     if isinstance(exact, bool):
         return EXACT[0] if exact else ""
     if exact not in EXACT:

@@ -198,7 +198,10 @@ class Estimates:
 
 
 def _key(request: Request) -> Any:
-    """Returns a key, equal for one owner's requests of equal p and limits, whatever the seed."""
+    """Returns a key that is equal for an owner's requests with the same p and the same limits.
+
+    Seeds do not matter.
+    """
     sampling, limits = request.sampling, request.limits
     settings = [
         _hashable(getattr(sampling, each.name)) for each in fields(sampling) if each.name != "seed"

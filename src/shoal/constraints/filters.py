@@ -52,7 +52,7 @@ class Filter:
 
     @property
     def grammar(self) -> Grammar:
-        """The set as a grammar, whose `text` HTTP takes as a `grammar` of type "lark"."""
+        """The set as a grammar; over HTTP, `grammar` takes its `text` with the type "lark"."""
         return Grammar("lark", f"start: TEXT\nTEXT: {self.expression}")
 
 
@@ -200,7 +200,11 @@ def without_looks(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _never(look: str) -> str:
-    """Returns a pattern of the texts that begin with none of a look; ValueError: no pattern."""
+    """Returns a pattern of the texts that begin with none of the texts of a look.
+
+    Raises:
+        ValueError: no plain pattern can say so.
+    """
     match = re.fullmatch(rf"(\.\*)?({_UNIT}+?)([*+]?)(\$?)", look)
     if match is None:
         raise ValueError(look)

@@ -59,7 +59,7 @@ class MiddlePrompt:
 
 
 def middle_tokens(tokenizer: Any) -> tuple[str, str, str] | None:
-    """Returns the tokens of `TOKENS` that a tokenizer knows; None = none to fill in."""
+    """Returns the tokens of `TOKENS` that a tokenizer knows; None if its model cannot fill in."""
     known = _numbers(tokenizer)
     return next((names for names in TOKENS if known.keys() >= {*names} - {""}), None)
 

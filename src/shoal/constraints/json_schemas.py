@@ -267,7 +267,11 @@ class _DocumentReader:
         return rest | keys | {"additionalProperties": False}
 
     def _items(self, schema: dict[str, Any]) -> Any:
-        """Returns the schema of an array's items; True if references lead nowhere or further."""
+        """Returns the schema of an array's items.
+
+        It is True, which lists no values, where a reference leads nowhere, stands beside other
+        keywords, or may lead to an embedded document.
+        """
         items = schema.get("items")
         if isinstance(items, dict) and isinstance(items.get("$ref"), str):
             if len(items) == 1 and not _embeds(self._root):

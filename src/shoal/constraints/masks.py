@@ -30,7 +30,10 @@ def begin(row: Row, constraints: Sequence[Constraint[Any]]) -> None:
 
 
 def advance(row: Row, token: int) -> None:
-    """Moves a row's states past a committed token, no EOS id; drops constraints that are free."""
+    """Moves the row's states past a committed token, which is no EOS id of the row.
+
+    Constraints that are free after the token are dropped.
+    """
     moved = [
         (constraint, _next_state(constraint, state, token)) for constraint, state in row.constraints
     ]
@@ -206,7 +209,7 @@ class Failed(NamedTuple):
 
 
 def first_state(row: Any, start: Callable[[Any], Result]) -> Result:
-    """Returns the first state of a row; turns errors of constraints and checks to RequestError."""
+    """Returns the first state of a row; raises RequestError if the constraint or check fails."""
     try:
         return start(row)
     except RequestError:

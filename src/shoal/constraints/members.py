@@ -159,7 +159,10 @@ class Members(Check[State]):
 
 
 def _extends(byte: bytes) -> bool:
-    """Returns True if a byte may belong to an identifier; all beyond ASCII are taken to."""
+    """Returns True if a byte may belong to an identifier.
+
+    All bytes of characters beyond ASCII are taken for parts of one.
+    """
     return byte.isalnum() or byte == b"_" or byte >= b"\x80"
 
 
@@ -345,7 +348,7 @@ def _library() -> tuple[Any, Any]:
 
 @cache
 def server_of(language: str) -> LanguageServer:
-    """Returns a language's server for all requests of the process; RequestError: none installed."""
+    """Returns a language's server for all requests; raises RequestError if it is not installed."""
     command = SERVERS[language]
     beside = str(Path(sys.executable).parent)  # where packages that bring servers put them
     program = shutil.which(command[0], path=beside) or shutil.which(command[0])

@@ -80,12 +80,18 @@ class Constraint(Protocol[State]):
         return ""
 
     def is_free(self, state: State) -> bool:
-        """Returns True if nothing is excluded from this state on; a row drops such constraints."""
+        """Returns True if nothing is excluded after this state and all states that follow it.
+
+        A row drops such a constraint.
+        """
         return False
 
     @property
     def batch_key(self) -> Hashable:
-        """A key; the `mask` of any constraint with an equal key takes the states of all."""
+        """A key; constraints with equal keys are of one class.
+
+        The `mask` of any of these constraints takes the states of all of them.
+        """
         return id(self)
 
 

@@ -42,7 +42,10 @@ def bytes_at(table: Sequence[bytes | None], token: int) -> bytes | None:
 
 
 def decode(written: bytes) -> tuple[str, bytes] | None:
-    """Returns the text of bytes and the bytes of a last, partial character; None: not UTF-8."""
+    """Returns the text of bytes, and the bytes of a last character that is not complete.
+
+    None: the bytes do not begin any text in UTF-8.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         return decoder.decode(written), decoder.getstate()[0]

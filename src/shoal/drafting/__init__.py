@@ -59,7 +59,11 @@ class Word:
 
 @dataclass(frozen=True)
 class File:
-    """A file ("" = none), with a `hint` how users make it ("" = the drafter does)."""
+    """A file; "" = none.
+
+    Attributes:
+        hint: how users make it; "" = the drafter makes it, in a directory that exists.
+    """
 
     hint: str = ""
     default: str = ""

@@ -241,7 +241,11 @@ class RoundKinds:
     # ── failures ──────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, error: Exception) -> str:
-        """Gives up the last kind, or all captures if memory was short; returns a sentence on it."""
+        """Gives up the kind that was asked for last, or all captures if memory was short.
+
+        Returns:
+            A sentence that says which.
+        """
         kind = self.last
         target, drafting = self._models(0 if kind is None else kind.k)
         consequence = target.passes.failed.note(kind and _as_failed(kind), error)
@@ -322,7 +326,10 @@ class RoundKinds:
 
 
 def _as_failed(kind: Kind) -> Kind:
-    """Returns the kind without numbers of keys: a capture that fails over one cache always does."""
+    """Returns the kind without its numbers of keys.
+
+    A capture that fails over one cache fails over all.
+    """
     return kind._replace(target_keys=0, draft_keys=0)
 
 

@@ -91,7 +91,11 @@ class Contexts:
             del self._prompts[key]
 
     def follow(self, row: Row) -> int:
-        """Reads committed tokens; returns how many leading ones, with drafts, are unchanged."""
+        """Reads newly committed tokens.
+
+        Returns:
+            The number of leading tokens that have not changed, drafts included.
+        """
         own = self.of(row)
         tokens, drafted, new = own.row.tokens, own.drafted, row.tokens[own.read :]
         if not new and not drafted:

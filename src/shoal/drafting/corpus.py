@@ -112,7 +112,11 @@ class IndexWriter:
         self._parts.append({"tokens": len(tokens), "places": len(places), "checksum": checksum})
 
     def finish(self, tokenizer: str) -> int:
-        """Writes the rest and the description, with the tokenizer; returns the number of parts."""
+        """Writes the rest and the description of the file; returns the number of parts.
+
+        Args:
+            tokenizer: the tokenizer's fingerprint.
+        """
         self._write_part()
         about = {
             "parts": self._parts,
@@ -317,13 +321,16 @@ NOWHERE = CorpusPlace((), 0)
 
 
 class Corpus:
-    """A collection of texts, and their index, in which rows are looked up."""
+    """A collection of texts in which rows are looked up by their `index`."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
 
     def place(self, tokens: Sequence[int]) -> CorpusPlace:
-        """Returns the place of the longest end of a row, to `LONGEST`, that a text goes on from."""
+        """Returns the place of the longest end of a row after which some text goes on.
+
+        The end has at most `LONGEST` tokens.
+        """
         end = list(tokens[-LONGEST:])
         intervals: dict[int, tuple[Interval, ...]] = {}
 

@@ -151,7 +151,7 @@ def _spread(layers: int, drafting: int) -> list[int]:
 
 
 def _form(directory: Path, config: dict[str, Any], layers: int, vocab: int) -> BlockForm:
-    """Returns a config's entries but the layers' ones; raises RequestError for missing ones."""
+    """Returns a config's entries beside the layers'; missing or wrong ones raise RequestError."""
     size, mask = whole_number(config, directory, "block_size"), config.get("mask_token_id")
     if not 2 <= size <= MOST_NODES + 1 or not isinstance(mask, int) or not 0 <= mask < vocab:
         raise RequestError(
@@ -293,7 +293,7 @@ class BlockMemory(DraftMemory):
 
 
 class _BlockSteps(OrdinarySteps):
-    """The steps of a draft whose logits come from one pass, made like `OrdinarySteps`."""
+    """The steps of a draft whose logits come from one pass (arguments: see `OrdinarySteps`)."""
 
     def __init__(self, drafter: BlockDrafter, inputs: DraftInputs, faults: Faults) -> None:
         super().__init__(drafter, inputs, faults)

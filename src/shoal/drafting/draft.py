@@ -167,7 +167,11 @@ class Draft:
         return Draft((DraftSpec(MTP, MTP.read(None)),) if has_layer(target) else self.parts)
 
     def require_fit(self, target: Runner) -> None:
-        """Makes and drops a drafter of heads or of the target; raises its error for a misfit."""
+        """Makes a drafter of heads or of the target itself, and drops it.
+
+        Raises:
+            RequestError, ModelError: the drafter does not fit the target.
+        """
         last = self.parts[-1]
         if last.kind is not MODEL and not last.kind.reads_text:
             last.drafter(target)

@@ -159,7 +159,10 @@ class DraftSlots:
                 self._keep(row, row.request.prompt_ids[:-1])
 
     def _move(self, row: Row, slot: int) -> None:
-        """Moves a row to a free slot; a row still in the way moves first, since all move down."""
+        """Moves a row to a free slot.
+
+        Rows only ever move down, so a row that is still in the way moves first.
+        """
         if slot in self._places.values():
             raise InternalError(f"slot {slot} of the drafter is taken")
         source = self._places[row]
@@ -168,7 +171,10 @@ class DraftSlots:
         self._places[row] = slot
 
     def _enter(self, row: Row, slot: int) -> None:
-        """Puts a new row into a free slot, where the row before may have left its prompt."""
+        """Puts a new row into a free slot.
+
+        The row begins with its prompt if the row before it has left the same prompt there.
+        """
         self._places[row] = slot
         if self._prompts.get(slot) == row.group and self._cache.reaches(
             slot, row.prompt_length - 1

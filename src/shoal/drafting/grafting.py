@@ -132,7 +132,7 @@ def _of_chains(own: DraftTree) -> Siblings:
 def _unlikely(
     rows: Sequence[_Row], guesses: Sequence[Guess], siblings: Siblings | None
 ) -> list[set[int]]:
-    """Returns each guess' nodes for which q has `CHOICES` likelier tokens; no node without q."""
+    """Returns the nodes of each guess for which q has `CHOICES` likelier tokens; none without q."""
     tokens_by_row: list[set[int]] = [set() for _ in rows]
     if siblings is None:
         return tokens_by_row

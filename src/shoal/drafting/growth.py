@@ -149,7 +149,7 @@ class Growth:
         return [node for node in best if node.context < 0]
 
     def inner(self, asked: Sequence[Node]) -> list[Node]:
-        """Returns the trees' nodes, not dropped, whose q is known or asked for, parents first."""
+        """Returns the nodes, without dropped ones, whose q is known or asked for, parents first."""
         wanted = set(asked)
         nodes = [
             n

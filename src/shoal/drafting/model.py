@@ -81,7 +81,10 @@ class ModelDrafter(Drafter):
         self._slots.leave(None)
 
     def propose(self, inputs: DraftInputs) -> DraftTree:
-        """Proposes drafts in at most max(lengths) passes; a shorter row's surplus is ignored."""
+        """Proposes drafts in at most max(lengths) passes.
+
+        Rows with shorter drafts take part in all passes, and their surplus is ignored.
+        """
         before, _ = self.lacking(inputs.rows, inputs.lengths)
         fast = self._lean_steps(inputs)
         tree = fast and self._drafted(inputs, fast, {})
@@ -112,7 +115,10 @@ class ModelDrafter(Drafter):
         ]
 
     def leave_out(self, rows: Sequence[Row], lengths: Sequence[int], held: Sequence[int]) -> None:
-        """Rolls rows that were not drafted for, padding in the passes, back to their tokens."""
+        """Rolls rows that were not drafted for back to the tokens held before.
+
+        These rows stood as padding in the passes.
+        """
         for row, length, own in zip(rows, lengths, held, strict=True):
             if not length:
                 self.runner.cache.rollback(self._slot(row), own)
@@ -184,7 +190,10 @@ class ModelDrafter(Drafter):
             _cut(self, row, _kept(row))
 
     def roll_back(self, row: Row, tokens: int) -> None:
-        """Forgets a row's tokens beyond the first `tokens`, all if states cannot go back there."""
+        """Forgets the tokens of a row beyond the first `tokens`.
+
+        All are forgotten if the model's states cannot go back that far.
+        """
         if self._slots.with_slots([row]):
             _cut(self, row, tokens)
 
@@ -256,7 +265,10 @@ class ModelDrafter(Drafter):
         return logits[:, : self.vocab_size] if missing else logits
 
     def _lean_steps(self, inputs: DraftInputs) -> Step | None:
-        """Returns steps by the kernels in C; None = no kernels, or a control changes logits."""
+        """Returns steps by the kernels in C.
+
+        Returns None if the runner has none, or if a control changes the logits.
+        """
         samplings = [row.request.sampling for row in inputs.rows]
         race = RACES.get(inputs.sampler)
         if (
@@ -287,7 +299,10 @@ class ModelDrafter(Drafter):
 
 
 def _kept(row: Row) -> int:
-    """Returns the most tokens of the row that the cache keeps, as others may copy its prompt."""
+    """Returns the most tokens of the row that the cache keeps between rounds.
+
+    Other rows may copy its prompt from its slot.
+    """
     return (len(row.tokens) if len(row.tokens) <= row.draft_context else row.prompt_length) - 1
 
 

@@ -36,7 +36,7 @@ from shoal.types.trees import DraftTree
 
 
 class MtpDrafter(Eagle3Drafter):
-    """A drafter that samples k tokens per row from the layer, made like `Eagle3Drafter`."""
+    """A drafter that samples k tokens per row from the layer (arguments: see `Eagle3Drafter`)."""
 
     name = "mtp"
 
@@ -72,13 +72,16 @@ class MtpDrafter(Eagle3Drafter):
 
 
 class MtpTreeDrafter(Eagle3TreeDrafter):
-    """A drafter of trees drawn from the layer's q, made like `Eagle3TreeDrafter`."""
+    """A drafter of trees drawn from the layer's q (arguments: see `Eagle3TreeDrafter`)."""
 
     name = "mtp"
 
 
 class CascadeDrafter(MtpDrafter):
-    """A drafter that samples token k + 1 of each row from layer k, made like `Eagle3Drafter`."""
+    """A drafter that samples token k + 1 of each row from layer k.
+
+    Its arguments are those of `Eagle3Drafter`.
+    """
 
     def __init__(self, heads: MtpHeads, reads: Sequence[int], target: Runner) -> None:
         super().__init__(heads, reads, target)
@@ -112,7 +115,10 @@ class CascadeDrafter(MtpDrafter):
         return max(0, *ends) if ends else 0
 
     def before(self, plan: Plan) -> Tensor:
-        """Returns the results before each row's first token, [layers, rows, width], or zeros."""
+        """Returns the results before the first token of each row, [layers, rows, width].
+
+        They are zeros for rows that begin.
+        """
         heads, parts = self._heads, []
         for row, start in zip(self._rows(plan), plan.starts, strict=True):
             known = [] if row is None else [self._last.get(row), self._ends.get(id(row.request))]

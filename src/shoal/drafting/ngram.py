@@ -118,7 +118,7 @@ class NGramDrafter(TextDrafter):
 
 
 def copied(tokens: Sequence[int], place: int, length: int) -> list[int]:
-    """Returns `length` tokens from a place on, repeated beyond the end."""
+    """Returns `length` tokens from a place on; beyond the end the copied tokens are repeated."""
     copy = list(tokens[place : place + length])
     period = len(copy)
     while len(copy) < length:
@@ -136,7 +136,7 @@ Context = tuple[int, ...]
 
 
 class Trigrams:
-    """The counts: context -> token -> count, the context that was updated last at the end."""
+    """The counts in `table`, context -> token -> count; the context updated last is the last."""
 
     def __init__(self, k: int, limit: int) -> None:
         self._k, self._limit = k, limit

@@ -92,7 +92,7 @@ class DraftModel:
         return DraftModel.of(runner, target, kept_ids)
 
     def require_guide(self) -> None:
-        """Raises PairMismatch for a model that cannot guide (see `shoal.sampling.guidance`)."""
+        """Raises PairMismatch if the model cannot guide the target (`shoal.sampling.guidance`)."""
         if self.proposable != Proposable():
             raise PairMismatch(
                 f"{self.runner.name} cannot guide its target: it has another tokenizer, or a head "
@@ -314,7 +314,11 @@ def _check_source(role: str, source: Source | None, **options: Any) -> None:
 
 
 def _within_reach(target: Source, model: Source | None, options: PairOptions) -> LoadOptions:
-    """Returns the target's options, local where a model is; RequestError: out of reach."""
+    """Returns the target's options; files are local where one of the models is.
+
+    Raises:
+        RequestError: a model is not within reach.
+    """
     load_options = options.target
     sources = (
         (target, load_options.revision),

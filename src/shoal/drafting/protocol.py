@@ -59,7 +59,10 @@ class DraftInputs:
 
     @property
     def needs_q(self) -> bool:
-        """True if drafts may be verified by their q: not those of a race or of greedy rows."""
+        """True if drafts may be verified by their q.
+
+        Drafts of a race are not verified by q, and drafts of greedy rows are point masses.
+        """
         return not RACES.get(self.sampler) and not all(
             row.request.sampling.greedy for row in self.rows
         )

@@ -57,7 +57,10 @@ class Successors:
         self.table: dict[int, list[tuple[int, float]]] = {}
 
     def read(self, tokens: Sequence[int], start: int) -> None:
-        """Reads a text's tokens from `start` on as successors, new with probability `READ`."""
+        """Reads the tokens of a text from `start` on as successors.
+
+        A token that is no successor yet becomes one, with probability `READ`.
+        """
         for position in range(start, len(tokens)):
             known = self.table.setdefault(tokens[position - 1], [])
             if all(token != tokens[position] for token, _ in known):

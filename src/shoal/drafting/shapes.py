@@ -79,7 +79,10 @@ class RsdS(Shape):
 
 @dataclass(frozen=True)
 class KSeq(Shape):
-    """The sequences of SpecTr (Sun et al. 2023, arXiv 2310.15141), equal beginnings once."""
+    """The sequences of SpecTr (Sun et al. 2023, arXiv 2310.15141).
+
+    Sequences that agree so far are one path.
+    """
 
     width: int
     nodes: int

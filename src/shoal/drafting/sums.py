@@ -44,7 +44,10 @@ class _ModelChains:
         self._chains = [(row, len(row.tokens), len(draft)) for row, draft in drafts]
 
     def roll_back(self, model: Drafter, rows: Sequence[Row], verdict: Verdict) -> None:
-        """Rolls the model back to its own accepted drafts; the round's path may leave them."""
+        """Rolls the model back to its own drafts that were accepted, and forgets the round.
+
+        A path may leave the model's chain.
+        """
         chains, self._chains = self._chains, []
         if not chains:
             return
@@ -249,7 +252,7 @@ class _Ends:
         return ends
 
     def finish(self, position: int) -> int:
-        """Goes on asking for guesses from a position on; returns the positions looked at in all."""
+        """Goes on asking for guesses from a position on; returns the number of positions in all."""
         if self._stop is None:
             return max(position, *self.lengths, 1)
         while max(self.lengths) > position or not position:

@@ -34,7 +34,11 @@ _loaded: Belongings[Any] = Belongings("heads")
 
 
 def once(target: Runner, directory: str, load: Callable[[Path, Runner], Heads]) -> Heads:
-    """Returns the heads in a directory, loaded once for each target with hidden states."""
+    """Returns the heads in a directory, loaded once for each target.
+
+    Raises:
+        UnsupportedModel: the target gives no hidden states.
+    """
     if not target.has_modules:
         raise UnsupportedModel(
             f"trained heads read hidden states, which {target.name} does not give"
@@ -47,7 +51,7 @@ def once(target: Runner, directory: str, load: Callable[[Path, Runner], Heads]) 
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns the object in the directory's config.json; raises RequestError without one."""
+    """Returns the object in the directory's config.json; raises RequestError if there is none."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -160,7 +160,11 @@ def _join(firsts: Sequence[Automaton], parts: Sequence[Automaton], least: int) -
 
 
 def _prune(moves: Sequence[Sequence[int]], accepts: frozenset[int]) -> Automaton:
-    """Returns the automaton without useless states; raises RequestError if no state is left."""
+    """Returns the automaton without states that are not reached or reach no state that accepts.
+
+    Raises:
+        RequestError: no state is left.
+    """
     order, seen = [0], {0}
     for state in order:  # grows
         order += [

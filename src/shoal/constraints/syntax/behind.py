@@ -21,7 +21,11 @@ Item = tuple[int, int, int, tuple[int, int]]
 
 
 class Behind:
-    """A text and a cache of the symbols that derive its beginnings, to end at `last`."""
+    """A text and a cache of the symbols that derive its beginnings.
+
+    Attributes:
+        last: the places at which the whole may end.
+    """
 
     def __init__(self, grammar: SymbolGrammar, text: bytes) -> None:
         self.grammar, self._text = grammar, text

@@ -122,7 +122,10 @@ class SourceLayout:
             self.line, self.blank = len(self.text), True
 
     def _begin_statement(self) -> None:
-        """Begins a statement after a line's first word; ends the one before at its indentation."""
+        """Begins a statement once the first word of its line is known.
+
+        The statement before it at the same indentation has then ended.
+        """
         first, self.due, self._first = self._first, False, None
         if first is None or not self._forgets:
             return

@@ -222,7 +222,10 @@ class Quotients:
         self._root = SymbolNode(behind.last)
 
     def start(self) -> Column | None:
-        """Returns the chart before the first byte; None: no text ends with the text behind."""
+        """Returns the chart before the first byte.
+
+        None: no text of the language ends with the text behind.
+        """
         return self._column(
             {(rule, 0, self._root) for rule in self._grammar.of[self._grammar.start]}, []
         )
@@ -349,7 +352,10 @@ class Quotients:
     def _ends(
         self, keys: tuple[tuple[int, int, Places], ...], waiters: list[list[tuple[int, int, int]]]
     ) -> list[Places]:
-        """Returns the places where new nodes may end: where their waiters, new or not, begin."""
+        """Returns the places where new nodes may end: the places where their waiters begin.
+
+        A waiter may itself belong to a new node.
+        """
         ends: list[set[int]] = [set() for _ in waiters]
         below: list[list[tuple[int, int, int]]] = [[] for _ in waiters]
         open_: list[tuple[int, int]] = []

@@ -226,7 +226,10 @@ class PythonMiddle(Cutting):
     def best_end(
         self, tokens: Sequence[int], scores: Sequence[float], most: int
     ) -> tuple[int, int] | None:
-        """Returns the best end (see `Cutting`): parses the whole, places of highest score first."""
+        """Returns the best end; see `Cutting`.
+
+        The places of highest score are tried first, each by a parse of the whole.
+        """
         own = [bytes_at(self._bytes, token) or b"" for token in tokens]
         places, text = end_places(own, self._start.healing, scores, most)
         ends = (place for place in places if self._may_cut(text[: place[1]]))

@@ -97,7 +97,10 @@ class TreeMiddle(Cutting):
     def best_end(
         self, tokens: Sequence[int], scores: Sequence[float], most: int
     ) -> tuple[int, int] | None:
-        """Returns the best end (see `Cutting`), in a file with faults the one with the fewest."""
+        """Returns the best end; see `Cutting`.
+
+        Where the file has faults of its own, ends with the fewest faults come first.
+        """
         own = [bytes_at(self._bytes, token) or b"" for token in tokens]
         places, text = end_places(own, self._start.healing, scores, most)
         best, fewest = None, math.inf
@@ -155,7 +158,7 @@ class Fault(NamedTuple):
 
 @lru_cache(maxsize=len(GRAMMARS))
 def tree_sitter_language(name: str) -> Any:
-    """Returns tree-sitter's language of one of `GRAMMARS`; RequestError: a package is missing."""
+    """Returns tree-sitter's language of one of `GRAMMARS`; without it, raises RequestError."""
     module, function = GRAMMARS[name]
     try:
         tree_sitter, grammar = import_module("tree_sitter"), import_module(module)

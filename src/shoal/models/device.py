@@ -159,7 +159,10 @@ MOST = 256
 
 
 def event_for(device: torch.device) -> Any:
-    """Returns an event for when the stream reaches it; None if calls wait for their work."""
+    """Returns an event that notes when the stream reaches it.
+
+    Returns None for a device whose work is done when a call returns.
+    """
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.Event(enable_timing=True)
     return None
@@ -220,7 +223,7 @@ class Spans:
             self._add()
 
     def take(self) -> float:
-        """Waits for the last stretch; returns the seconds of all since the last call."""
+        """Waits for the end of the last stretch; returns the seconds of all since the last call."""
         self._add()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -257,7 +260,10 @@ class RunnerCounts:
         self.executors[executor] += passes
 
     def take(self) -> tuple[int, float]:
-        """Waits for the last pass; returns the passes since the last call and their seconds."""
+        """Returns the passes, and the seconds in them on the device, since the last call.
+
+        Waits for the last of the passes.
+        """
         counts = self.passes, self._elsewhere + self._spans.take()
         self.passes, self._elsewhere = 0, 0.0
         return counts

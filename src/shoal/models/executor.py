@@ -167,7 +167,7 @@ class Modules:
         """Returns None: the modules compute every batch."""
 
     def __call__(self, batch: PassBatch) -> PassOutput:
-        """Computes a pass; raises UnsupportedModel if it lacks the hidden states."""
+        """Computes a pass; raises UnsupportedModel if a model lacks the hidden states."""
         plan = batch.plan
         logits, hidden = self._bridge.ordinary(
             plan.pack(known_tokens(plan, batch.tokens, self._known_ids)),

@@ -326,7 +326,11 @@ def _sharding(name: str, config: Any, settings: LoadOptions) -> dict[str, Any]:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Returns the device of a name, "auto" an accelerator if any; RequestError: none such."""
+    """Returns the device of a name; "auto" is an accelerator if there is one.
+
+    Raises:
+        RequestError: the device is not available.
+    """
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

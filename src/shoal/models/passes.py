@@ -197,7 +197,7 @@ def _no_decoder(runner: Runner) -> str:
 
 
 def _computes_the_model(runner: Runner, executor: str, error: float) -> bool:
-    """Returns True if rounding explains an executor's distance from the modules; logs it."""
+    """Logs an executor's distance from the modules; returns True if rounding explains it."""
     most = tolerance(runner)
     if error <= most:
         log.debug(
@@ -270,7 +270,7 @@ def _in_blocks(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _blocked(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wraps `forward` for [..., features] to be called with [BLOCK, features], zeros at the end."""
+    """Wraps `forward` for [..., features] so that it gets [BLOCK, features], padded with zeros."""
 
     def blocked(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

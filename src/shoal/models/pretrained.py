@@ -309,7 +309,7 @@ def load_tokenizer(source: str | Path, **hub: Any) -> Any:
 
 
 def tokenizer_at_hand(hf: Any) -> Any:
-    """Returns the tokenizer on this machine from where a model object was loaded, or None."""
+    """Returns the tokenizer from the place on this machine that a model came from, or None."""
     try:
         if hf.config.name_or_path:
             return load_tokenizer(hf.config.name_or_path, local_files_only=True)

@@ -189,7 +189,10 @@ def _copy(hf: Any) -> Any:
 
 
 def cannot_save(*_: Any, **__: Any) -> None:
-    """Raises RequestError, as `save_pretrained` of a quantised copy, which could not be loaded."""
+    """Raises RequestError; it replaces `save_pretrained` of a quantised copy.
+
+    `from_pretrained` could not load the copy's tensors.
+    """
     raise RequestError(
         "a model that shoal quantised cannot be saved: load it with quantize='off' and save that"
     )
@@ -262,7 +265,10 @@ def set_apart(hf: nn.Module) -> None:
 
 
 def rounds_features(hf: nn.Module) -> bool:
-    """Returns True if layers of other libraries, as bitsandbytes' 8 bits, may round features."""
+    """Returns True if other libraries' layers may round features to bytes.
+
+    bitsandbytes' 8 bits do, and some of torchao's formats.
+    """
     return any(
         isinstance(each, ForeignLinear) or type(each).__name__ == "Linear8bitLt"
         for each in hf.modules()

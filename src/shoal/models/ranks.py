@@ -78,7 +78,7 @@ class Ranks:
     # ── rank 0 ────────────────────────────────────────────────────────────────────────────────────
 
     def number(self) -> int:
-        """Returns a new number for an object of all ranks; OutOfStep: an earlier block failed."""
+        """Returns a new number for an object of all ranks; raises OutOfStep if a block failed."""
         self._require_in_step()
         return next(self._numbers)
 
@@ -170,7 +170,10 @@ class Ranks:
         )
 
     def leave(self) -> None:
-        """Ends the groups' threads before Python: one that drops a tensor later aborts it."""
+        """Ends the threads of the groups while Python still runs.
+
+        A thread that drops a tensor later aborts the process.
+        """
         dist.destroy_process_group()
         del self._group, self._answers  # the last references: their threads are joined here
 
@@ -189,7 +192,7 @@ class Ranks:
 
 
 def pass_seconds() -> float:
-    """Returns the seconds that a rank waits within a pass; RequestError: they are no number."""
+    """Returns the seconds that a rank waits within a pass; raises RequestError for no number."""
     text = os.environ.get(VARIABLE, "") or PASS_SECONDS
     try:
         seconds = float(text)

@@ -76,7 +76,7 @@ class Runner(ModelFacts):
 
     @property
     def skips_padding(self) -> bool:
-        """True if a pass takes the time of its real tokens only, unlike captured rounds."""
+        """True if a pass leaves out unused columns and their time; captured rounds compute them."""
         return self.packs and self.captures is None
 
     @property
@@ -148,7 +148,11 @@ class Runner(ModelFacts):
         self.vectors = vectors.to(self.device, self.dtype).contiguous()
 
     def fork(self, ordinary: bool = False) -> Runner:
-        """Returns the model with a cache and counters for one engine; `ordinary`: no captures."""
+        """Returns the same model for one engine, with a cache and counters of its own.
+
+        Args:
+            ordinary: True = no round of it is captured.
+        """
         other = self._copied()
         other.device, other.dtype = self.hf.device, self.hf.dtype
         other.counts = RunnerCounts(other.device)  # which may have moved
@@ -296,7 +300,7 @@ class Runner(ModelFacts):
             return output.logits
 
     def _ordinary(self, batch: PassBatch) -> PassOutput:
-        """Computes a pass by the first executor that takes it; UnsupportedModel: none does."""
+        """Computes a pass by the first executor that takes it, or raises UnsupportedModel."""
         self.cache.begin(batch.plan)
         executor, refusals = first_of(self.executors, batch)
         if executor is None:

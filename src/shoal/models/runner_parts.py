@@ -112,7 +112,10 @@ class ModelFacts:
         return self.mixers is not None
 
     def plain_logits(self, tokens: Tensor) -> Tensor:
-        """Computes logits [rows, q, vocab] by the model's own attention, for checks of passes."""
+        """Computes the logits [rows, q, vocab] without a cache, by the model's own attention.
+
+        The passes are checked against these logits.
+        """
         return self.bridge.plain_states(tokens, ())[0]
 
 

@@ -215,7 +215,10 @@ def _largest(blocks: Sequence[Tensor]) -> float:
 
 
 def _sharing(runner: Runner, ids: Tensor, plain: Tensor) -> list[Tensor]:
-    """Returns the divergences of two rows that share `ids` without its last two tokens."""
+    """Returns the divergences of two rows with one stored prompt.
+
+    The prompt is `ids` without the last two tokens of a row.
+    """
     split = ids.shape[1] - 2
     if split < 1:
         return [plain.new_full((1,), math.inf)]

@@ -196,7 +196,7 @@ def require_source(
 def weight_files(
     source: str | Path, revision: str | None = None, local_files_only: bool = False
 ) -> list[Path]:
-    """Returns the files of a model's weights on this machine, checked by `require_source`."""
+    """Returns the files of a model's weights on this machine; raises as `require_source` does."""
     require_source(source, revision, local_files_only)
     file = gguf_of(source, revision, local_files_only)
     if file is not None:

@@ -130,11 +130,14 @@ class Spelling:
         return usable and self.spelled(ids) in (spellable, b" " + spellable)
 
     def tokens_of(self, spelled: bytes) -> Sequence[int]:
-        """Returns all tokens that write these bytes, ordinary ones before single bytes, by id."""
+        """Returns all tokens that write these bytes.
+
+        Ordinary tokens come first, then the tokens for single bytes, each by id.
+        """
         return self._ids.get(spelled, ())
 
     def text(self, ids: Sequence[int]) -> bytes:
-        """Returns the bytes of tokens that begin a document, without the tokenizer's space."""
+        """Returns the bytes of tokens that begin a document, without the tokenizer's own space."""
         spelled = self.spelled(ids)
         return spelled[1:] if self._pads and spelled.startswith(b" ") else spelled
 
@@ -306,7 +309,10 @@ def token_trie(
 
 
 def _ids_for(data: bytes, pieces: Mapping[bytes, int]) -> list[int] | None:
-    """Returns the only sequence of pieces, none a beginning of another, of the data, or None."""
+    """Returns the only sequence of pieces that makes up the data, or None.
+
+    No piece begins with another one.
+    """
     ids, start = [], 0
     for end in range(1, len(data) + 1):
         if data[start:end] in pieces:

@@ -102,7 +102,10 @@ def capture_obstacle(backend: str) -> str | None:
 
 
 class _Leading(Runner):
-    """A checked runner whose forks lead other ranks, with the bytes per token of its own cache."""
+    """A checked runner whose forks send their passes to the other ranks.
+
+    Its own cache keeps the number of bytes of a token.
+    """
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         vars(self).update(vars(runner))

@@ -133,7 +133,11 @@ def _attempt() -> tuple[ctypes.CDLL, str] | str:
 
 
 def _chosen() -> tuple[ctypes.CDLL, str]:
-    """Returns the kernels with a remark; compiles better ones meanwhile; or raises NotBuilt."""
+    """Returns the kernels of this machine with a remark; starts to compile better ones if need be.
+
+    Raises:
+        NotBuilt: none can be had.
+    """
     asked, faults = os.environ.get("SHOAL_MARCH", ""), list[str]()
     carried = _carried([asked], faults) if asked else None
     own: _Own | None = None
@@ -304,7 +308,11 @@ def _workplace(folder: Path | None) -> Path:
 
 
 def loaded(place: Path) -> ctypes.CDLL:
-    """Loads the library, with types for Python; raises NotBuilt if functions are missing."""
+    """Loads the library, with the functions' types for Python.
+
+    Raises:
+        NotBuilt: it does not load, or lacks a function.
+    """
     try:
         made = ctypes.CDLL(str(place))
         for suffix in SUFFIXES.values():

@@ -148,7 +148,10 @@ def start_in_background(
 
 
 def _work_in_background(folder: Path, stem: str, of_sources: str, *flags: str) -> None:
-    """Compiles in a process of its own, whose starter ends at once, unless another does or did."""
+    """Compiles in a process of its own, unless another one does or has done it.
+
+    The process that the caller waits for ends at once.
+    """
     import fcntl  # not on Windows
 
     if os.fork():

@@ -36,7 +36,10 @@ class Layout(Protocol):
 
     @property
     def common_keys(self) -> int:
-        """The first keys of its slot that each query sees, a window aside; 0: not known."""
+        """The number of first keys of its slot that each query sees, a sliding window aside.
+
+        It is 0 where that number is not known.
+        """
 
     @property
     def positions(self) -> Tensor:
@@ -44,7 +47,10 @@ class Layout(Protocol):
 
     @property
     def places(self) -> Tensor:
-        """The positions minus the row's prefix, [rows, q] int64: in a chain, places of own keys."""
+        """The positions minus the length of the row's prefix, [rows, q] int64.
+
+        In a chain, a column's place is the index of its own key.
+        """
 
     @property
     def firsts(self) -> Tensor:

@@ -341,7 +341,7 @@ def _join(parts: Tensor, logs: Tensor, out: Tensor, splits: int) -> None:
 
 
 def joining_warps(splits: int, value_dim: int) -> int:
-    """Returns the warps that join the shares of a query, at most 64 numbers a thread."""
+    """Returns the number of warps that join a query's shares; a thread has at most 64 numbers."""
     return min(8, max(1, _power(splits) * _block(value_dim) // 2048))
 
 
@@ -368,7 +368,10 @@ def _multiplies(device: torch.device) -> bool:
 
 @cache
 def has_triton() -> bool:
-    """Returns True if Triton has the language of the kernels, as torch brings it from 2.10 on."""
+    """Returns True if there is a Triton in whose language the kernels are written.
+
+    Torch before 2.10 brings an older Triton.
+    """
     if importlib.util.find_spec("triton") is None:
         return False
     import triton

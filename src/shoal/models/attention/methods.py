@@ -113,7 +113,11 @@ def _paths(inputs: AttentionInputs, row: int) -> Tensor:
 
 
 def reference(inputs: AttentionInputs) -> Tensor:
-    """Computes softmax(q k^T * scale + mask) v, [rows, q, heads, value dim], in q's dtype."""
+    """Computes softmax(q k^T * scale + mask) v row by row.
+
+    Returns:
+        [rows, q, heads, value dim] in the query's dtype.
+    """
     inputs = inputs.repeated()
     query, key, value = (
         t.to(torch.promote_types(t.dtype, torch.float32))

@@ -56,7 +56,7 @@ class Shared:
 
 
 def bifurcated(inputs: AttentionInputs) -> Tensor:
-    """Attends in one call for all tails, one per prompt; [rows, q, heads, value dim]."""
+    """Attends in one call for all tails and one per prompt: [rows, q, heads, value dim]."""
     rows, heads, q, dim = inputs.query.shape
     kv_heads, fold = inputs.key.shape[1], inputs.group
     query = inputs.query.reshape(rows, kv_heads, fold * q, dim)
@@ -73,7 +73,7 @@ def bifurcated(inputs: AttentionInputs) -> Tensor:
 
 
 def _prompt(query: Tensor, shared: Shared, inputs: AttentionInputs) -> Part:
-    """Attends one group's query, [rows, kv heads, fold * q, dim], to their prompt."""
+    """Attends from one group's query, [rows, kv heads, fold * q, dim], to the group's prompt."""
     assert inputs.shared_key is not None
     assert inputs.shared_value is not None
     rows, kv_heads, folded, dim = query.shape

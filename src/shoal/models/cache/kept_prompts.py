@@ -65,7 +65,7 @@ class _Root(_PrefixNode):
 
 
 class PrefixTree:
-    """The prefixes of token ids and the cells, below `capacity`, that hold them."""
+    """The prefixes of token ids and the cells that hold them, numbered below `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

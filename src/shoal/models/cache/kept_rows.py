@@ -109,7 +109,10 @@ class KeptRows(KeptPrefixes):
             self._rows.popitem(last=False)
 
     def _longest(self, owner: str, tokens: Sequence[int]) -> tuple[int, int]:
-        """Returns the longest common prefix with a kept row and its number; 0, 0 if too short."""
+        """Returns the longest common prefix of the tokens and a kept row, and that row's number.
+
+        Both are 0 where the tokens are too few.
+        """
         prompt, best = np.array(tokens), (0, 0)
         for number, row in self._rows.items():
             length = min(len(prompt), len(row.tokens))

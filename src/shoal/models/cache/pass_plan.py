@@ -272,7 +272,7 @@ class Plan(PassRows):
         return block.flatten(0, 1).index_select(0, self._real)[None] if self.packed else block
 
     def unpack(self, sequence: Tensor) -> Tensor:
-        """Converts [1, sum(counts), ...] to [rows, q, ...]; unused columns repeat a last token."""
+        """Unpacks [1, sum(counts), ...] to [rows, q, ...]; unused columns repeat the last token."""
         return self.spread(sequence[0]) if self.packed else sequence
 
     def spread(self, tokens: Tensor) -> Tensor:
@@ -332,7 +332,10 @@ class Plan(PassRows):
 
     @cached_property
     def places(self) -> Tensor:
-        """The positions - offsets - gaps, [rows, q] int64: without trees, places of own keys."""
+        """The positions - offsets - gaps, [rows, q] int64.
+
+        Without trees, a query's place is the index of its own key in its slot.
+        """
         before = (
             self.offsets
             if self.gaps is None
@@ -357,7 +360,10 @@ class Plan(PassRows):
 
     @cached_property
     def bounds(self) -> Tensor:
-        """The starts, counts, offsets and bases, [4, rows] int32, read without the host."""
+        """The starts, counts, offsets and bases, [4, rows] int32.
+
+        They are for kernels that read no value from the host.
+        """
         return torch.tensor(
             [self.starts, self.counts, self.offsets, self.bases],
             dtype=torch.int32,

@@ -274,7 +274,7 @@ class RowStore:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` tokens of slot `source` but shared ones to `target`."""
+        """Copies the first `length` tokens of slot `source`, without shared ones, to `target`."""
         tail = length - self._offset(source)
         if source != target:
             for layer in self._layers:

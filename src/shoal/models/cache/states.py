@@ -260,7 +260,10 @@ class StateCache(SlotCache):
     # ── for a Transformers model ──────────────────────────────────────────────────────────────────
 
     def _state(self, key: Key) -> Tensor | None:
-        """Returns the states of the passing group, which mixers may change in place, or None."""
+        """Returns the states of the group that passes a mixer; None if its rows have none.
+
+        Mixers may change the tensor in place.
+        """
         read, states = self._passing.read, self._passing.states
         if key not in states and read is not None:
             states[key] = self._tensors[key].flatten(0, 1).index_select(0, read)

@@ -158,7 +158,11 @@ class Block:
         return self.positions - self.bounds[2][:, None]
 
     def placed(self, plan: Plan, capacity: int) -> Array:
-        """Returns the numbers of a block of chains in the plan's places, [`size`] int64 (host)."""
+        """Returns the numbers of a block whose rows, all of them chains, are where the plan says.
+
+        Returns:
+            [`size`] int64 on the host.
+        """
         widths = (tuple(plan.counts), tuple(plan.offsets), tuple(plan.bases), capacity)
         if widths not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:
@@ -215,7 +219,10 @@ class Block:
 
     @property
     def moving(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The positions, cells, starts and counts of a one-column block, which moves by counts."""
+        """The positions, cells, starts and counts of a block of one column.
+
+        The first three grow by the counts where the block moves on.
+        """
         return self.positions, self.cells, self.bounds[0], self.bounds[1]
 
     def advance(self) -> None:
@@ -251,7 +258,11 @@ class View(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes [rows, heads, q, dim] to a block's cells; returns [rows, heads, keys, dim]."""
+        """Writes [rows, heads, q, dim] to the block's cells.
+
+        Returns:
+            All keys and values, [rows, heads, keys, dim].
+        """
         self._layer = layer_idx
         keys, values, *_ = self._stores[layer_idx]
         return self._stored(keys, key_states), self._stored(values, value_states)
@@ -304,7 +315,10 @@ class View(Cache):
         return self._stores[self._layer][2:] if self.shares else (None, None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0: Transformers uses it for default positions and masks only, never for ours."""
+        """Returns 0: Transformers needs it only for default positions and masks.
+
+        Those are always given.
+        """
         return 0
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:

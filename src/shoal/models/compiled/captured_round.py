@@ -82,7 +82,10 @@ class RoundParts:
 
     @property
     def can_advance(self) -> bool:
-        """True if the device can fill the inputs of the next round, its functions all checked."""
+        """True if the device can fill the inputs of the round after one of these.
+
+        All functions of the round must have been checked.
+        """
         return self._results_stay and not self._new
 
     def comparing(self) -> AbstractContextManager[None]:

@@ -147,7 +147,7 @@ class _Generation:
     partner: _Generation | None = None
 
     def rounds_with(self, partner: _Generation | None) -> dict[Hashable, Any]:
-        """Returns the rounds that were captured over a cache and a drafter's; either ends them."""
+        """Returns the rounds captured over this cache and a drafter's, which end with either."""
         if self.partner is not partner:
             self.rounds.clear()
             self.partner = partner
@@ -305,7 +305,10 @@ class Captures:
         self._bridge.require_same_weights()
 
     def executable(self, bucket: Bucket, cache: SlotCache, run: Run) -> Run:
-        """Builds, by the generation's executor, a call of `forward` for a bucket of the cache."""
+        """Builds a function that calls `forward` once, for a block of that bucket of the cache.
+
+        The generation's executor builds it.
+        """
         return self.generation(cache).execute(run)
 
     @contextmanager

@@ -121,7 +121,10 @@ class RoundFunctions:
         return [self.inputs.buffer, *(view.block.tokens for view in self._views.values())]
 
     def fill_padding(self) -> None:
-        """Fills the blocks with padding, which writes to scratch cells: building runs functions."""
+        """Fills the blocks with padding only, which writes to scratch cells.
+
+        Functions run while they are built.
+        """
         for name, view in self._views.items():
             self.inputs[name].copy_(torch.from_numpy(view.block.empty()))
         self.inputs.reals("temperatures").fill_(1.0)
@@ -157,7 +160,11 @@ class RoundFunctions:
     # ── the functions ─────────────────────────────────────────────────────────────────────────────
 
     def drafted(self) -> tuple[Tensor, ...]:
-        """Computes the drafter's steps into `tokens`; returns the tensors asked for of each."""
+        """Computes the steps of the drafter; drafts go into `tokens`.
+
+        Returns:
+            The tensors that were asked for of each step.
+        """
         kind, drafter = self.kind, self._drafter
         assert drafter is not None
         first, later = self._views["first"], self._views["later"]

@@ -78,7 +78,10 @@ def host_buffer(size: int, device: torch.device) -> Tensor:
 
 
 def packed(*parts: Tensor) -> Tensor:
-    """Packs integers or reals [rows, ...] side by side, [rows, columns] int64."""
+    """Packs tensors [rows, ...] side by side as 64-bit numbers, [rows, columns] int64.
+
+    The tensors hold integers or reals.
+    """
     return torch.cat(
         [_as_numbers(part.flatten(1) if part.dim() > 1 else part[:, None]) for part in parts], dim=1
     )

@@ -1,4 +1,7 @@
-"""The runner of a GGUF file's model by llama.cpp; rows are kept for prompts that begin alike."""
+"""The runner of a GGUF file's model, whose passes llama.cpp computes.
+
+Rows are kept for later rows that begin alike.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class LlamaCpp:
         self._feed = Feed()
 
     def refuses(self, batch: PassBatch) -> str | None:
-        """Returns why llama.cpp cannot compute (trees, hidden states, vectors), or None."""
+        """Returns why llama.cpp cannot compute a batch (trees, hidden states, vectors), or None."""
         if batch.plan.parents is not None:
             return "llama.cpp takes chains of tokens, no draft trees"
         return batch.reads_model
@@ -156,7 +159,10 @@ class GgufRunner(Runner):
 
     @torch.inference_mode()
     def plain_logits(self, tokens: Tensor) -> Tensor:
-        """Returns logits [rows, q, vocab] of tokens [rows, q], each row alone in one pass."""
+        """Returns logits [rows, q, vocab] of tokens [rows, q].
+
+        Each row is computed alone in a memory of its own, in one pass.
+        """
         outputs = []
         for row in tokens:
             alone = self.fork()

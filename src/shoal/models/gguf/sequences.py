@@ -84,7 +84,7 @@ class Sequences(SlotCache):
         super()._resize(slots, capacity, cells)
 
     def _move(self, slots: int, room: int) -> None:
-        """Makes a context of `slots` sequences for `room` tokens each, and copies held tokens."""
+        """Makes a context of `slots` sequences for `room` tokens each; copies the slots' tokens."""
         self._settle()
         context = _make_context(self._model, slots, room, self.snapshots_wanted)
         free = weakref.finalize(self, library().llama_free, context)
@@ -101,7 +101,10 @@ class Sequences(SlotCache):
         self._stored = [self.lengths[slot] if slot in full else 0 for slot in range(slots)]
 
     def _settle(self) -> None:
-        """Carries out llama.cpp's copies by a pass of one token, which is then removed."""
+        """Carries out copies.
+
+        llama.cpp copies when a pass begins, so this is a pass of one token, which is then removed.
+        """
         if not self._copied:
             return
         slot = min(range(self.slots), key=self.lengths.__getitem__)  # one with room for it
@@ -217,7 +220,11 @@ def _make_context(model: GgufModel, slots: int, room: int, snapshots: int) -> An
 
 
 def _write(context: Any, slot: int, state: bytes) -> None:
-    """Copies the tokens written down of another slot; raises OutOfMemory without room."""
+    """Makes the tokens of a slot those that were written down of another slot.
+
+    Raises:
+        OutOfMemory: there is no room for them.
+    """
     buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
     if not library().llama_state_seq_set_data(context, buffer, len(state), slot):
         raise OutOfMemory(
@@ -270,7 +277,10 @@ class RowState:
         return b"".join([self.head, *(before + part + after for part in cells), self.states])
 
     def _around(self, count: int) -> tuple[bytes, bytes]:
-        """Returns the bytes before and behind the cells of a sequence, behind them zero counts."""
+        """Returns the bytes before and behind the cells of a sequence.
+
+        The bytes behind are counts of later sequences, which are 0.
+        """
         slot = min(self.slot, count - 1)
         return np.array([count, *[0] * slot], np.int32).tobytes(), bytes(4 * (count - 1 - slot))
 

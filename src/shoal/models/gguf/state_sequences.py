@@ -106,7 +106,7 @@ class StateSequences(Sequences):
     # ── going back ────────────────────────────────────────────────────────────────────────────────
 
     def rollback(self, slot: int, length: int) -> None:
-        """Forgets all tokens from `length` on; raises InternalError if earlier states are gone."""
+        """Forgets tokens from `length` on; raises InternalError if the states there are gone."""
         if not self._can_return(slot, length):
             raise InternalError(f"slot {slot} has no recurrent states of {length} tokens")
         super().rollback(slot, length)

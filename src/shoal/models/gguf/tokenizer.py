@@ -185,7 +185,10 @@ def _byte_level(file: Path, metadata: _Metadata) -> tokenizers.Tokenizer:
 
 
 def _pre_tokenizer(name: str) -> Any:
-    """Returns the pre-tokenizer of a file's name for it, which splits words; else GPT-2's."""
+    """Returns the pre-tokenizer, which splits a text into words, by the file's name for it.
+
+    For a name that is not known it is GPT-2's.
+    """
     if name in SPLITS:
         pattern = "|".join((CONTRACTIONS, LETTERS, SPLITS[name], REST))
         by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -339,7 +339,11 @@ def heads(
 
 
 def silu_mul(both: Tensor) -> Tensor:
-    """Computes silu(gate) * up, [tokens, width], of both in one, [tokens, 2 * width] contiguous."""
+    """Computes silu(gate) * up, [tokens, width].
+
+    Args:
+        both: gate and up side by side, [tokens, 2 * width], contiguous.
+    """
     from shoal.models.layers import layer_kernels
 
     tokens, width = len(both), both.shape[1] // 2

@@ -186,7 +186,10 @@ class FusedLayers:
     def _through(
         self, tokens: Tensor, positions: Tensor, state: PassState, keys_only: bool = False
     ) -> tuple[Tensor, Tensor | Sums | None]:
-        """Computes the states after the last layer, [tokens, width], and the sum to be added."""
+        """Computes the states after the last layer without its last sum, [tokens, width].
+
+        The second value is to be added for that sum.
+        """
         decoder = self.decoder
         rotary = decoder.rotary.inv_freq, float(decoder.rotary.attention_scaling)
         x, h, angles = begin(

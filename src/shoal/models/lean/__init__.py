@@ -265,7 +265,7 @@ def _floating(hf: Any, linears: Sequence[type]) -> Iterator[Tensor]:
 
 
 class Angles:
-    """The tables [positions, rotary] float32 of all positions so far; they grow by doubling."""
+    """The tables [positions, rotary] float32 of the positions asked for; they grow by doubling."""
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary

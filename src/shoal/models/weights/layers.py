@@ -290,7 +290,10 @@ class _Shared:
 
     @property
     def has_one_bias(self) -> bool:
-        """True if the layers that share a matrix have one bias."""
+        """True if the layers have one bias.
+
+        A matrix adds one bias; layers that share a weight may have their own.
+        """
         return len({id(layer.bias) for layer in self.layers}) == 1
 
     @property
@@ -314,7 +317,10 @@ class _Shared:
 
 
 def _shared_weights(hf: nn.Module) -> list[_Shared]:
-    """Returns the weights of linear layers with their owners, without keeping them alive."""
+    """Returns the weights of linear layers with their owners.
+
+    No weight is kept here, so that a replaced one is freed at once.
+    """
     groups: dict[int, _Shared] = {}
     for module in hf.modules():
         for name, parameter in module._parameters.items():
@@ -354,7 +360,10 @@ class SavePretrained:
 
 
 def unpacked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns entries with ordinary tensors for packed weights; parts stay parts of one tensor."""
+    """Returns the entries with ordinary tensors in place of packed weights.
+
+    Parts of one matrix are parts of one tensor.
+    """
     packed = {name: tensor for name, tensor in state.items() if isinstance(tensor, PackedWeight)}
     dense = {matrix: matrix.dense() for matrix in {tensor.matrix for tensor in packed.values()}}
     return {**state, **{name: tensor.of(dense[tensor.matrix]) for name, tensor in packed.items()}}

@@ -157,7 +157,10 @@ class Matrix:
         self.epoch, self.stale = 0, False
 
     def _keep(self, weight: Tensor, table: bool) -> None:
-        """Takes weights [out, in] over, rows uncopied for the form "as-is" or a table."""
+        """Takes weights [out, in] over.
+
+        Weights in rows are not copied where the form is "as-is" or a table is wanted.
+        """
         with torch.inference_mode(False), torch.no_grad():
             # An inference tensor could be written in inference mode only.
             weight = weight.clone() if weight.is_inference() else weight
@@ -205,7 +208,10 @@ class Matrix:
             self._keep(dense, self.table is not None)
 
     def adds(self, bias: Tensor | None, start: int = 0) -> bool:
-        """Returns True if the products of the rows from `start` on have this bias."""
+        """Returns True if the products of the rows from `start` on have this bias.
+
+        It may be the bias of one of several layers.
+        """
         if bias is self.bias:
             return True
         return (

@@ -92,7 +92,7 @@ class PackedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Makes this tensor `value` itself, of any dtype or device, ordinary unless packed."""
+        """Makes this tensor be `value`, of any dtype or device; if not packed, it is ordinary."""
         if not isinstance(value, PackedWeight) or value.start is None:
             plain = value.clone() if isinstance(value, PackedWeight) else value.detach()
             bias = self.matrix.bias

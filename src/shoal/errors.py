@@ -53,7 +53,10 @@ class OutOfMemory(ModelError):
 
 
 class OutOfStep(ModelError):
-    """A process that shares a model failed or ended; all of them must be started again."""
+    """One of the processes that share a model has failed or ended, and the others cannot go on.
+
+    All the processes must be started again.
+    """
 
 
 class BadLogits(ModelError):

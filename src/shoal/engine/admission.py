@@ -87,10 +87,10 @@ class PrefixStore:
 
 
 class Prefixes(Protocol):
-    """The prefixes of earlier rows (see `shoal.engine.prefix_cache.PrefixCache`)."""
+    """The prefixes of earlier rows, for prompts that begin alike (see `PrefixCache`)."""
 
     def kept_length(self, row: Row) -> int:
-        """Returns how many first tokens of the row's prompt, without its last, are kept."""
+        """Returns how many leading tokens of the row's prompt are kept; its last does not count."""
 
     def promise(self, row: Row, other: Row) -> int:
         """Returns how many tokens will be kept once the other row has had a round."""
@@ -264,12 +264,19 @@ class SlotRows:
 
     @property
     def replaceable_groups(self) -> list[int]:
-        """The groups whose prompts in free slots or the prefix store admissions may replace."""
+        """The groups whose prompts the next admissions may replace.
+
+        These are the prompts in free slots and in the prefix store.
+        """
         free = [group for row, group in zip(self.rows, self.groups, strict=True) if row is None]
         return [*free, *self.store.prefixes]
 
     def state(self, computed: Sequence[Row]) -> CacheState:
-        """Returns the caches' content for `decide`, with the prompts `computed` in the round."""
+        """Returns the content of the caches, for `decide`.
+
+        Args:
+            computed: the rows whose prompts are completed in this round.
+        """
         completed = {row.group for row in computed}
         return CacheState(tuple(self.rows), tuple(self.groups), self.store, completed)
 

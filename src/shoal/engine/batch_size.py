@@ -76,7 +76,7 @@ class BatchSize(Protocol):
         """
 
     def learn(self, rows: int, committed: int, seconds: float) -> None:
-        """Learns from a round and its `seconds` without prompts."""
+        """Learns from a round that took `seconds`, those of prompts not counted."""
 
 
 class FixedBatchSize:
@@ -251,7 +251,7 @@ def batch_size_of(max_batch: int | BatchSize) -> BatchSize:
 
 
 def require_max_batch(value: object) -> int | str:
-    """Returns a user's `max_batch`; raises RequestError but for "auto" and integers above 0."""
+    """Returns a `max_batch`; raises RequestError unless it is "auto" or an integer above 0."""
     if value == "auto" or (isinstance(value, int) and value >= 1):
         return value  # type: ignore[return-value]
     raise RequestError(f"max_batch must be 'auto' or an integer >= 1, got {value!r}")

@@ -123,7 +123,7 @@ def _commit(
 def _first_faults(
     rows: Sequence[Row], paths: Sequence[Sequence[int]], faults: Faults
 ) -> dict[int, tuple[int, ShoalError]]:
-    """Returns the first fault, depth and reason, on each row's accepted path, by batch index."""
+    """Returns the first fault (depth, reason) of each row's accepted path, by batch index."""
     reached: dict[int, tuple[int, ShoalError]] = {}
     for b, row in enumerate(rows):
         columns = (0, *(node + 1 for node in paths[b])) if row in faults else ()
@@ -161,7 +161,10 @@ def _append(row: Row, block: Sequence[int], vocab_size: int) -> int:
 
 
 def _end(row: Row, token: int, vocab_size: int) -> str | None:
-    """Returns the reason, its length aside, for which the row ends with this token, or None."""
+    """Returns the reason for which the row ends with this token; None if it does not end.
+
+    The row's length is checked elsewhere.
+    """
     if row.needs_text:
         row.detokenizer.push(token)
     if row.needs_text and row.detokenizer.stopped:
@@ -180,7 +183,7 @@ def _end(row: Row, token: int, vocab_size: int) -> str | None:
 
 
 def _after(check: Any, state: Any, token: int) -> Any:
-    """Returns a check's state after a token that it let pass; RequestError: it fails now."""
+    """Returns a check's state after a token that passed it; raises RequestError if it fails now."""
     try:
         after = check.after(state, token)
     except Exception as error:
@@ -194,7 +197,7 @@ def _after(check: Any, state: Any, token: int) -> Any:
 
 
 def _meets_criterion(row: Row) -> bool:
-    """Returns True if a row's stopping criterion says that it has ended, RequestError: it fails."""
+    """Returns True if a stopping criterion ends the row; raises RequestError if one fails."""
     ids = torch.tensor([row.tokens])
     for criterion in row.request.criteria:
         try:

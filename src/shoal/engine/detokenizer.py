@@ -179,7 +179,11 @@ class Detokenizer:
             self._extend(final=True)
 
     def _extend(self, *, final: bool) -> str:
-        """Decodes the new ids with those before; returns the text held back, an incomplete end."""
+        """Decodes the new ids together with those before them.
+
+        Returns:
+            The text held back, because its last character is incomplete.
+        """
         if self._prefix < 0:
             self._begin()
         before = self._decode(self._ids[self._prefix : self._read])
@@ -284,7 +288,10 @@ class Detokenizer:
         return min(bisect_left(self.ends, characters) + 1, len(self.ends)) if characters else 0
 
     def piece(self, index: int) -> str:
-        """Returns the part of the user's text that a pushed token adds; all pieces are the text."""
+        """Returns the part of the user's text that a pushed token adds.
+
+        Once the row is over, all pieces together are the user's text.
+        """
         start = max(self.ends[index - 1] if index else 0, self.visible_from)
         if index == len(self.ends) - 1:
             return self.text[start:]

@@ -94,7 +94,7 @@ class Pair:
 
     @property
     def draft_model(self) -> Runner | None:
-        """The draft model's `Runner`, or None; raises RequestError once this is closed."""
+        """The draft model's `Runner`, or None; raises RequestError once the pair is closed."""
         return self._open()[1]
 
     @property
@@ -197,7 +197,10 @@ class Pair:
 
     @property
     def loaded(self) -> dict[str, dict[str, str] | None]:
-        """The choices at loading for each model by its role (see `shoal.models.load_report`)."""
+        """The choices that were made for "target", "draft", "guide" and "expert" at loading.
+
+        See `shoal.models.load_report`.
+        """
         drafter = None if self.drafting is None else self.drafting.name
         guides = {"guide": self.guide, "expert": self.expert}
         return load_report(self.target, self.draft_model, drafter, guides)

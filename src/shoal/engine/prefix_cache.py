@@ -131,7 +131,7 @@ class PrefixCache:
         return self.allocated_bytes + memory.kept.tree_bytes + memory.kept_for_drafts.tree_bytes
 
     def kept_length(self, row: Row) -> int:
-        """Returns how many first tokens of the row's prompt, without its last, are kept."""
+        """Returns how many leading tokens of the row's prompt are kept; its last does not count."""
         return self._store.kept_length(row.request.owner, row.tokens[: row.entry_length - 1])
 
     def promise(self, row: Row, other: Row) -> int:
@@ -146,7 +146,10 @@ class PrefixCache:
         return self._store.reachable(shared, len(prompt) - 1)
 
     def restore(self, row: Row, count: int) -> None:
-        """Copies the row's first `count` tokens, which `kept_length` returned, to its place."""
+        """Copies the first `count` tokens of the row's prompt to its place in the cache.
+
+        `kept_length` returned the number in this round.
+        """
         self._store.load(self._cache, row.request.owner, row.tokens[:count], row.slot, row.prefix)
 
     def keep(self, row: Row) -> None:

@@ -166,7 +166,7 @@ class Batch:
     def cut(
         self, rows: Iterable[Row], reason: str, error: ShoalError | None = None
     ) -> list[Commit]:
-        """Ends the rows that have not ended, between two rounds; returns their commits."""
+        """Ends the rows still running, between two rounds; returns their commits and samples."""
         unfinished = [
             row
             for row in dict.fromkeys(rows)
@@ -231,7 +231,10 @@ class Batch:
     # ── the contents of the caches ────────────────────────────────────────────────────────────────
 
     def settle(self, commits: Sequence[Commit], scores: Scores, verdict: Verdict) -> None:
-        """Restores the invariant: the cache keeps the tokens of each row; rows that ended leave."""
+        """Restores the invariant: the cache keeps the committed tokens of each row's tree.
+
+        Rows that have ended leave.
+        """
         of_rows = verdict.columns([commit.tokens for commit in commits])
         for commit, columns in zip(commits, of_rows, strict=True):
             row, cache = commit.row, self.target.cache

@@ -142,7 +142,11 @@ class Scheduler:
         self._deadlines.add([row])
 
     def refuse(self, round_: ScheduledRound) -> list[Row]:
-        """Removes and returns the rows, with prompts, that a round admits or goes on prefilling."""
+        """Removes the rows that a round admits or goes on prefilling, with their prompts.
+
+        Returns:
+            These rows.
+        """
         groups = {chunk.row.group for chunk in round_.chunks}
         self.slots.forget_groups(groups)
         rows = list(

@@ -139,7 +139,7 @@ class Passages:
         return other
 
     def cover(self, text: str, sure: int, start: int, end: int) -> bool | None:
-        """Returns True if a place is within a part, None if unknown yet (`Passage.covers`)."""
+        """Returns True if a place is within a part, None if not known yet; see `Passage.covers`."""
         if any(part.covers(text, sure, start, end) for part in self._parts):
             return True
         begun = [part.begins_at(text[:sure], start, end) for part in self._parts]

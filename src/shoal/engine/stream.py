@@ -117,7 +117,10 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
         return result
 
     def cancel(self, prompt: int | None = None, sample: int | None = None) -> None:
-        """Cancels all rows, those of a prompt, or one; their tokens stay, marked "cancelled"."""
+        """Ends all rows, the rows of one prompt, or one row.
+
+        Their tokens so far stay in the result, marked "cancelled".
+        """
         to_cancel = [
             row
             for i, rows in enumerate(self.rows)
@@ -135,7 +138,7 @@ class Stream(Iterator[Increment], AsyncIterator[Increment]):
             self._engine = None
 
     def result(self) -> Result:
-        """Returns the samples by prompt, counts and times; RequestError: rows are still running."""
+        """Returns the samples by prompt, counts and times; raises RequestError while rows run."""
         running = sum(map(len, self.rows)) - len(self._samples)
         if running:
             raise RequestError(

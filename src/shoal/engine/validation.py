@@ -42,7 +42,10 @@ from shoal.values import is_int, plain, require_samples
 
 
 def rule_of(speculation: Speculation, samplings: Sequence[Sampling]) -> Rule:
-    """Returns the rule of a run: a seed asks for the coupled one, whatever the draft lengths."""
+    """Returns the rule of a run.
+
+    A seed asks for the same tokens again, which only the coupled rule gives with any draft lengths.
+    """
     default = "rejection" if all(sampling.seed is None for sampling in samplings) else "coupled"
     return RULES[default if speculation.rule == "auto" else speculation.rule]()
 
@@ -374,7 +377,7 @@ class RequestValidator:
             raise RequestError(f"the filter {every.name} cannot be used: {error}") from error
 
     def _require_a_beginning(self, row: Row) -> None:
-        """Raises RequestError if several constraints allow no first token together."""
+        """Raises RequestError if constraints that each allow a first token together allow none."""
         every = [row.request.sampling.grammar, *row.request.constraints]
         ours = any(isinstance(each, Grammar | Filter) for each in every)
         if ours and len(row.constraints) > 1 and not masks.may_begin(row, self.vocab_size):

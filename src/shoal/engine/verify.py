@@ -197,7 +197,10 @@ class Stages:
     def _propose(
         self, rows: Sequence[Row], lengths: Sequence[int], watch: Stopwatch
     ) -> tuple[Tensor, DraftTree]:
-        """Returns the uniforms, [rows, longest draft + 1, ...], and the trees drawn by them."""
+        """Returns the uniforms of the round, and the trees drawn by them.
+
+        The uniforms are [rows, longest draft + 1, ...].
+        """
         uniforms = self._noise(rows, max(lengths) + 1).to(self._target.device)
         watch.note_plan()
         if self._drafter is None or not max(lengths):

@@ -255,7 +255,11 @@ class Fairness:
         self._tokens[row.call] += tokens / row.request.weight
 
     def first(self, calls: Iterable[int]) -> int:
-        """Returns the call, of those that wait in the order of their coming, whose row is next."""
+        """Returns the call whose row is next.
+
+        Args:
+            calls: the calls that wait, in the order in which they came.
+        """
         return (
             next(iter(calls)) if self._quantum is None else min(calls, key=self._tokens.__getitem__)
         )

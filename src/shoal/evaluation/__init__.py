@@ -1,1 +1,4 @@
-"""The quality within a time budget: sampling by every method, execution, metrics, report."""
+"""The quality within a time budget: sampling by every method, execution, metrics and report.
+
+No serving, no training, no command line.
+"""

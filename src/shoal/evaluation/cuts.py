@@ -56,7 +56,10 @@ class Cut:
 def cuts(
     problems: Sequence[Problem], tokenizer: Any, kinds: Sequence[str], seed: int = 0
 ) -> list[Cut]:
-    """Makes a cut of each kind in each problem that has a place for it, by seed and problem."""
+    """Makes one cut of each kind in each problem whose solution has such a place.
+
+    Seed and problem decide which place is cut.
+    """
     cuts_of_text = []
     for problem in problems:
         whole = problem.prompt + (problem.canonical or "")

@@ -51,7 +51,7 @@ def _whole(_prompt: str, text: str, _stopped: bool) -> str:
 
 
 def _python(prompt: str, text: str, _stopped: bool) -> str:
-    """Returns the longest text before a line without indent that parses, or its first block."""
+    """Returns the longest text before a line without indent that parses, else the first block."""
     ends = [match.start() + 1 for match in re.finditer(r"\n(?=[^\s)\]}])", text)] + [len(text)]
     whole = (end for end in reversed(ends) if _parses(prompt + text[:end]))
     return text[: next(whole, ends[0])]
@@ -79,7 +79,10 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def _braces(prompt: str, text: str, stopped: bool, *, language: str) -> str:
-    """Returns the text to the brace that closes the prompt's function; restores a removed one."""
+    """Returns the text up to the brace that closes the function that the prompt begins.
+
+    A brace that a stop string removed is put back.
+    """
     end, missing = _closing_brace(language, prompt, text)
     if end is not None:
         return text[:end]

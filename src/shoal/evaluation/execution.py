@@ -93,7 +93,7 @@ class ExecutionResult:
 
     @property
     def headline(self) -> str:
-        """The most informative line of `detail`: the first error or a traceback's last line."""
+        """The best line of `detail`: a compiler's first error, or a traceback's last line."""
         lines = [line.strip() for line in self.detail.splitlines() if line.strip()]
         telling = [line for line in lines if ERROR_LINE.search(line)] or lines[-1:] or [""]
         return telling[0] if self.outcome == "syntax" else telling[-1]

@@ -351,7 +351,7 @@ _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 
 
 def refused_calls() -> bytes:
-    """Returns an array of struct sock_filter, empty without seccomp for this architecture."""
+    """Returns an array of struct sock_filter, empty without seccomp or on unknown architectures."""
     machine = platform.machine()
     return assemble(machine) if machine in AUDIT_ARCH and os.path.exists(_ACTIONS) else b""
 

@@ -234,7 +234,10 @@ class Solutions:
     def execute(
         self, sandbox: Sandbox, workers: int | None, watch: ShowProgress[ExecutionResult]
     ) -> None:
-        """Executes the completions without a result, each on the disk before the next."""
+        """Executes the completions without a result.
+
+        Each result is on the disk before the next is awaited.
+        """
         missing = self._names[len(self.results) :]
         with closing(execute_all(self.pairs[len(self.results) :], sandbox, workers)) as results:
             for name, result in zip(missing, watch("judging", results, len(missing)), strict=True):

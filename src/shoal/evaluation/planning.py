@@ -288,7 +288,11 @@ class ProblemRun:
 
 
 def plan(run: ProblemRun) -> None:
-    """Searches for a program that passes all public tests, or decodes by looking ahead."""
+    """Searches for a program that passes all public tests, or decodes by looking ahead.
+
+    Raises:
+        RequestError: the prompt cannot be continued.
+    """
     config = run.config
     tree = TokenTree(config.width, config.entropy)
     if config.horizon is not None:

@@ -76,7 +76,10 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Returns the bytes of a process, shared pages divided (PSS) where that can be read."""
+    """Returns the bytes of a process with shared pages divided among their processes (PSS).
+
+    They are undivided if PSS cannot be read.
+    """
     size = _status_bytes(f"/proc/{pid}/smaps_rollup", "Pss:")
     return _resident_bytes(pid) if size is None else size
 
@@ -196,7 +199,7 @@ def enter_group(group: str) -> None:
 
 
 def group_out_of_memory(group: str) -> bool:
-    """Tells whether the kernel killed a process of the group ("": none) for lack of memory."""
+    """Tells whether the kernel killed a process of the group for lack of memory; "" = no group."""
     if not group:
         return False
     with contextlib.suppress(OSError):

@@ -1,4 +1,7 @@
-"""The sampling of every problem by every method, each sample with the time of its end."""
+"""The sampling of every problem by every decoding method.
+
+Each problem gets n samples, each with the time at which it was finished.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +178,10 @@ class Sampler:
 
 
 def spans(tokenizer: Any, prompt_ids: Sequence[int], sample: Sample) -> list[tuple[str, bool]]:
-    """Splits a text in spans of accepted drafts (True) and of the target's draws (False)."""
+    """Splits a sample's text in spans of accepted drafts (True) or the target's draws (False).
+
+    Joined, the spans are the text.
+    """
     detokenizer = Detokenizer(tokenizer, prompt_ids)
     for token in sample.token_ids:
         detokenizer.push(token)

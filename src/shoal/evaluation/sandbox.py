@@ -57,7 +57,10 @@ class Toolchain:
     noise: frozenset[str] = frozenset()
 
     def steps(self, language: Language) -> list[Step]:
-        """Returns the steps, run in the working directory, that compile and run a source file."""
+        """Returns the steps that compile (if the language needs it) and run a source file.
+
+        They run in the working directory.
+        """
         compiling = (
             [_step(language, language.compile, self.programs, COMPILING)]
             if language.compile
@@ -232,7 +235,10 @@ class Sandbox:
         self.close()
 
     def run(self, files: Mapping[str, str], *steps: Step) -> StepResult:
-        """Runs the steps in a new directory with `files` (name: text) while they succeed."""
+        """Writes `files` (name: text) into a new directory and runs the steps there.
+
+        The steps run one after another while they succeed.
+        """
         return self._run(self.backend, files, steps)
 
     def close(self) -> None:

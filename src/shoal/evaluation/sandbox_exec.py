@@ -140,7 +140,10 @@ def _limit(bounds: dict[str, Any], uid: int) -> None:
 
 
 def _tasks(uid: int) -> int:
-    """Counts the visible threads that count towards a user's limit, in a namespace its own."""
+    """Counts the visible threads that the kernel already counts towards a user's limit.
+
+    In a namespace only its own are visible.
+    """
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -152,7 +155,10 @@ def _tasks(uid: int) -> int:
 
 
 def _fork_from_init() -> None:
-    """Continues in a child and exits like it: a namespace's first process ignores most signals."""
+    """Continues in a child and exits like it.
+
+    A namespace's first process ignores most signals, so the program must not be it.
+    """
     child = os.fork()
     if child:
         ended = -1

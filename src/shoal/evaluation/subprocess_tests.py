@@ -224,7 +224,7 @@ class SentRecord:
 
 
 class Objects:
-    """Makes a completion's objects, of the prompt's `classes` by name or as records."""
+    """The maker of a completion's objects: of the prompt's `classes`, by name, or records."""
 
     def __init__(self, classes: dict[str, Any]) -> None:
         self._classes = classes

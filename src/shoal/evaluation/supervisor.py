@@ -106,7 +106,10 @@ def _create_workdir(workdir: str, files: dict[str, str], uid: int | None) -> Non
 
 
 def _remove_workdir(workdir: str) -> None:
-    """Removes the directory at any depth, with any permissions, without following links."""
+    """Removes the directory at any depth and with any permissions.
+
+    chmod would follow a link that replaced the directory.
+    """
     writable = [] if os.path.islink(workdir) else [["chmod", "-R", "u+rwX", workdir]]
     for command in (*writable, ["rm", "-rf", workdir]):
         pid = os.fork()
@@ -195,7 +198,11 @@ class _Command:
             )  # checks take a tenth of a core
 
     def _read_pipes(self, seconds: float) -> bool:
-        """Reads output, at most that long; False once standard input ended: nobody wants it."""
+        """Reads the output, and waits for it at most that long.
+
+        Returns:
+            False if standard input has ended: the answer is not wanted any more.
+        """
         ready, _, _ = select.select([0, *self.pipes], [], [], seconds)
         for pipe in set(ready) - {0}:
             chunk = os.read(pipe, 2**16)
@@ -223,7 +230,10 @@ class _Command:
         return self.status is not None
 
     def _exceeded_bound(self) -> str:
-        """Returns the bound that is exceeded: "processes", "memory", "files" or ""."""
+        """Returns the bound that all processes together, or the directory, exceed.
+
+        It is "processes", "memory", "files", or "".
+        """
         running = processes.descendants()
         if len(running) > self.bounds["processes"] + OWN_PROCESSES:
             return "processes"
@@ -239,7 +249,7 @@ class _Command:
 
 
 def _start(command: list[str], group: str, uid: int | None) -> tuple[int, dict[int, str]]:
-    """Starts the command, in its cgroup if any; returns its id and its pipes by descriptor."""
+    """Starts the command, in a cgroup if any; returns its process id and pipes by descriptor."""
     pipes = {
         name: os.pipe() for name in ("report", "stdout", "stderr")
     }  # their writing ends are 4 or more

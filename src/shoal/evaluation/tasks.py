@@ -107,7 +107,11 @@ def open_ended(tokenizer: Any, text: str) -> str:
 
 
 def infilling_tasks(problems: Sequence[Problem]) -> list[Task]:
-    """Makes tasks of middles that EOS ends; RequestError: a problem has no suffix."""
+    """Makes tasks of middles to fill in between prompt and suffix; the model's EOS ends them.
+
+    Raises:
+        RequestError: a problem has no suffix.
+    """
     for problem in problems:
         if not problem.suffix:
             raise RequestError(

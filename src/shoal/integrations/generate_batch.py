@@ -74,7 +74,7 @@ class GenerateBatch:
         return list(groups.items())
 
     def requests(self) -> list[Request]:
-        """Makes one request per group, seeded by one number from torch's generator."""
+        """Makes one request per group; one number from torch's generator is the seed of all."""
         temperature, seed = 1.0 if self.config.do_sample else 0.0, int(torch.randint(1 << 62, ()))
         limits = self._limits()
         keep_logits = self._returns("output_scores") or self._returns("output_logits")
@@ -183,7 +183,10 @@ def _prefix_function(processor: Any) -> Any:
 
 
 def _for_row(processor: Any, row: int, rows: int) -> Any:
-    """Returns the processor with the values of one row of the batch, itself if it has none."""
+    """Returns a copy of the processor with the values of one row of the batch.
+
+    It returns the processor itself if it has none.
+    """
     held = {
         name: values
         for name in ROW_ATTRIBUTES
@@ -218,7 +221,10 @@ def _scores(row: Row) -> Iterator[Tensor]:
 
 
 def _by_step(rows: Sequence[Sequence[Tensor] | Iterator[Tensor]], width: int) -> tuple[Tensor, ...]:
-    """Turns [vocab] of rows and steps into [rows, vocab] float32 of steps, zeros after an end."""
+    """Turns [vocab] of each row and step into [rows, vocab] float32 of each step.
+
+    Zeros stand after a row's end.
+    """
     steps = [list(row) for row in rows]
     first_step = next((step for row in steps for step in row), None)
     if first_step is None:  # the time was over before the first round

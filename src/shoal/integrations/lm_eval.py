@@ -147,7 +147,10 @@ class ShoalLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns a conversation's prompt, to be continued without `add_generation_prompt`."""
+        """Returns the prompt of a conversation.
+
+        Without `add_generation_prompt` its last message is continued.
+        """
         thinks = self.texts.enable_thinking
         own = {} if thinks is None else {"enable_thinking": thinks}
         return self.tokenizer.apply_chat_template(
@@ -161,7 +164,10 @@ class ShoalLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Returns a text's ids, without special tokens if it begins with BOS already."""
+        """Returns a text's ids.
+
+        A text that begins with BOS already, as a chat template's does, gets no special tokens.
+        """
         if not string:
             return []
         special = self.texts.add_bos_token if add_special_tokens is None else add_special_tokens
@@ -181,7 +187,7 @@ class ShoalLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Computes log-likelihoods of contexts and continuations; long contexts lose beginnings."""
+        """Computes log-likelihoods of continuations; too long contexts lose their first tokens."""
         pairs = []
         for _, before, after in requests:
             if len(after) > self.max_length:

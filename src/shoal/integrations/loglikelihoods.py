@@ -1,4 +1,7 @@
-"""The log-probabilities of texts behind contexts, many at a time; shared contexts only once."""
+"""The log-probabilities that a model gives to texts behind contexts, many at a time.
+
+A context that several share is computed once.
+"""
 
 from __future__ import annotations
 

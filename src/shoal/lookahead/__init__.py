@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Lookahead(Protocol):
-    """A controller of one draft length for the whole batch, shorter for a row near its end."""
+    """A controller that decides one draft length for the whole batch.
+
+    A row near its end gets a shorter draft (`Row.max_draft_length`).
+    """
 
     limit: int
     """The longest draft that the controller ever asks for; caches are sized for it."""
@@ -108,7 +111,11 @@ class Controller(ABC):
         """
 
     def repeat(self, rows: Sequence[Row]) -> list[int]:
-        """Returns the lengths of a round ahead, as `steady` allowed, for the `rows` left."""
+        """Returns the lengths of a round that was launched ahead, as `steady` allowed.
+
+        Args:
+            rows: the rows that are left of the last round.
+        """
         return self.lengths(rows, 0)
 
     @abstractmethod

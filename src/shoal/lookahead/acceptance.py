@@ -23,7 +23,7 @@ At later positions even a good drafter's tokens are rarely committed.
 
 
 class Frequencies:
-    """The fading hit rates of several bins, each with a prior of `weight` trials."""
+    """The fading hit rates of several bins, each drawn towards a prior of `weight` trials."""
 
     FADE = 0.98
 
@@ -55,7 +55,11 @@ class Frequencies:
         )
 
     def rates(self, prior: Array | float | None = None) -> Array:
-        """Returns the hit rate of each bin, `prior` (None: the constructor's) without trials."""
+        """Returns the hit rate of each bin.
+
+        Args:
+            prior: the rate of a bin without trials; None = the prior of the constructor.
+        """
         prior = self._prior if prior is None else prior
         return (self._hits + self._weight * prior) / (self._trials + self._weight)
 

@@ -119,7 +119,7 @@ MAX_LENGTH = 64
 
 
 class Fixed:
-    """A controller with draft length k, 0..64, in every round."""
+    """A controller with draft length k in every round; raises RequestError unless k is in 0..64."""
 
     def __init__(self, k: int) -> None:
         if not 0 <= k <= MAX_LENGTH:

@@ -136,7 +136,10 @@ class CostCurve:
         return None if point is None else point[0]
 
     def seconds(self, size: int) -> float:
-        """Returns the seconds of any size, by its neighbours if need be; 0 without observation."""
+        """Returns the seconds of any size; 0 if there is no observation.
+
+        A size that was not observed is estimated from its neighbours.
+        """
         sizes, table = self._corners()
         right = bisect_left(sizes, size)
         if right == len(sizes):
@@ -213,7 +216,7 @@ class MixedCostCurve(CostCurve):
 
 
 def rounded(size: int) -> int:
-    """Returns the size under which a size is kept: sizes above 16 within about 6 %."""
+    """Returns the size that stands for a size: within about 6 % above 16, a few dozen in all."""
     return size if size <= 16 else round(2 ** (round(math.log2(size) * 12) / 12))
 
 
@@ -296,7 +299,10 @@ class PairCosts:
             self.credit.follow(rows, self.seconds_plain)
 
     def seconds_preparing(self, tokens: int) -> float:
-        """Returns the drafter's seconds over tokens, in proportion beyond the most observed."""
+        """Returns the drafter's seconds over a number of tokens.
+
+        Beyond the largest number observed they grow in proportion.
+        """
         return self.preparing.seconds(tokens) * max(1.0, tokens / max(self.preparing.largest, 1))
 
     def observe_drafting(

@@ -86,7 +86,11 @@ class Unfed:
         )[:most]
 
     def feed(self, rows: Sequence[Row]) -> int:
-        """Notes the only rows that a round drafts for; returns the tokens to compute first."""
+        """Notes that a round drafts for these rows, and no others.
+
+        Returns:
+            The number of tokens that must be computed before.
+        """
         if len(self._current) == len(rows):
             return 0
         lacking = self.tokens(rows)
@@ -221,7 +225,11 @@ def repays(rate: float, rows: Sequence[Row], unfed: Unfed, costs: PairCosts) -> 
 
 
 def trial_is_due(rows: int, unfed: int, costs: PairCosts) -> bool:
-    """Returns True if credit for a few rows covers drafts and `unfed` tokens before."""
+    """Returns True if there is credit for drafts of a few rows.
+
+    Args:
+        unfed: the number of tokens that the drafter has to compute first.
+    """
     plain, nodes = costs.seconds_plain(rows), math.ceil(costs.trees.by_depth[1])
     cost = (
         costs.seconds_starting(rows)

@@ -216,7 +216,10 @@ GROWTH = 4
 
 
 class PlainRounds:
-    """A count of plain rounds by rows, to a power of two; each one lengthens the next wait."""
+    """A count of the rounds of each number of rows, to a power of two.
+
+    Each plain round lengthens the wait for the next.
+    """
 
     def __init__(self) -> None:
         self._drafted: dict[int, int] = {}  # rounds with drafts since the last plain one

@@ -58,7 +58,10 @@ def _key(s: Sampling) -> tuple[Any, ...]:
 
 
 def control_all(logits: Tensor, positions: Positions, faults: Faults | None) -> Tensor:
-    """Computes `control` for rows of any settings, [rows, q, vocab]; the same if unchanged."""
+    """Computes `control` for rows of any settings, [rows, q, vocab].
+
+    Returns the logits themselves if no control changes them.
+    """
     if not change(positions.rows):
         return logits
     mask_of_all = masks.allowed_tokens(positions, logits)

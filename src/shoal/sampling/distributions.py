@@ -336,7 +336,7 @@ class Scores:
             )
 
     def p(self) -> Tensor:
-        """Returns the declared distributions of `probabilities`, [rows, m + 1, vocab]."""
+        """Returns the declared distributions, [rows, m + 1, vocab]; see `probabilities`."""
         faults: Faults = {}
         probs = probabilities(self.logits, self.positions, faults)
         self.note(faults)

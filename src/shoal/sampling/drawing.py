@@ -214,7 +214,10 @@ def highest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def finite(values: Tensor) -> bool:
-    """Returns True if no value, and so not their sum, is NaN or infinite; waits for the device."""
+    """Returns True if no value is NaN or infinite.
+
+    Then the sum of the values is not, either. It reads one value from the device.
+    """
     return math.isfinite(float(values.sum(dtype=torch.float64)))
 
 

@@ -117,7 +117,7 @@ def _ints(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _join(parts: Sequence[array[int]], device: torch.device) -> Tensor:
-    """Joins copies of the parts, which may grow, to a tensor int64 [total length]."""
+    """Joins copies of the parts, which may grow later, to a tensor int64 [total length]."""
     buffer = array("q")
     for part in parts:
         buffer.extend(part)

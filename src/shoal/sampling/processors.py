@@ -106,7 +106,11 @@ def _copy(processor: Any) -> Any:
 
 
 def _outputs(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> list[Tensor]:
-    """Returns each processor's output, float32 [1, vocab]; each gets the output before its own."""
+    """Calls the processors in their order, each on the output of the one before it.
+
+    Returns:
+        The output of each processor, float32 [1, vocab].
+    """
     outputs: list[Tensor] = []
     for processor in processors:
         before = outputs[-1] if outputs else scores

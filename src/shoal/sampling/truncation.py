@@ -275,7 +275,10 @@ def _keep_top_k(values: Tensor, k: int) -> Tensor:
 
 
 def _keep_top_p(values: Tensor, mass: Tensor | None, top_p: float) -> Tensor:
-    """Keeps the shortest beginning of a descending list [n, m] with top_p of the (own) mass."""
+    """Keeps the shortest beginning of a descending list [n, m] that reaches top_p of the mass.
+
+    The default is the mass of the list itself.
+    """
     cumulative = (values - values[:, :1]).exp_().cumsum(-1)
     mass = cumulative[:, -1:] if mass is None else mass
     enough_before = torch.nn.functional.pad(cumulative[:, :-1] >= top_p * mass, (1, 0))

@@ -88,7 +88,7 @@ _ROUND = np.uint64(0xD1B54A32D192ED03)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Computes SplitMix64's finaliser, a bijection of 64 bits (Steele, Lea, Flood 2014)."""
+    """Computes SplitMix64's finaliser, an avalanching bijection of 64 bits (Steele et al. 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -97,7 +97,10 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def uniforms(
     seeds: npt.ArrayLike, positions: npt.ArrayLike, purpose: Purpose | npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Computes 53-bit uniforms in [0, 1) of the broadcast (seeds, positions, purpose)."""
+    """Computes uniforms in [0, 1) with 53 random bits.
+
+    There is one for each broadcast element of (seeds, positions, purpose).
+    """
     with np.errstate(over="ignore"):  # wrapping multiplication is the point
         state = _mix(np.asarray(seeds, dtype=np.int64).astype(np.uint64) + _GOLDEN)
         state = _mix(state + np.asarray(positions, dtype=np.int64).astype(np.uint64) * _GOLDEN)
@@ -243,7 +246,11 @@ class UniformsAhead:
         return self._from_table(rows, width, by_round)
 
     def of_rounds(self, rows: Sequence[Row], rounds: int, numbered: bool) -> Tensor:
-        """Returns uniforms of up to `AHEAD` plain rounds (see `of_round`), [rows, rounds, ...]."""
+        """Returns the uniforms of the next plain rounds, at most `AHEAD`, [rows, rounds, ...].
+
+        Args:
+            numbered: see `of_round`.
+        """
         return self._from_table(rows, rounds, numbered and self._rule.numbers_rounds)
 
     def _from_table(self, rows: Sequence[Row], width: int, by_round: bool) -> Tensor:

@@ -122,7 +122,10 @@ def decides_chains(rule: Rule) -> bool:
 
 
 def accepted_lengths(passes: Tensor, draft_lengths: Tensor) -> Tensor:
-    """Returns each row's leading run of passing drafts, to its draft length, [rows] int64."""
+    """Returns the length of each row's leading run of passing drafts, [rows] int64.
+
+    The run is no longer than the row's own draft length.
+    """
     inside = torch.arange(passes.shape[1], device=passes.device) < draft_lengths[:, None]
     return (passes & inside).long().cumprod(dim=1).sum(dim=1)
 
@@ -178,7 +181,11 @@ def _agreeing_path(
 
 
 def by_samples(tree: DraftTree, scores: Scores, sampler: Sampler, uniforms: Tensor) -> Verdict:
-    """Decides by `exact_match` of samples from p; uniforms by depth, [rows, depth + 1, ...]."""
+    """Decides by `exact_match` of a sample per column, drawn from p there.
+
+    Args:
+        uniforms: by depth, [rows, depth of the tree + 1, ...].
+    """
     uniforms = tree.by_column(uniforms)
     verdict = by_kernel(tree, scores, sampler, uniforms, rejection=False)
     return exact_match(tree, *scores.draw(sampler, uniforms)[:2]) if verdict is None else verdict

@@ -37,7 +37,10 @@ from shoal.types.trees import DraftTree, Verdict
 
 @dataclass(unsafe_hash=True)
 class Rejection:
-    """The rejection rule: none accepts more drafts one by one (Leviathan et al. 2023, 3.2)."""
+    """The rule of speculative rejection sampling: no rule accepts more drafts one by one.
+
+    See Leviathan et al. 2023, section 3.2.
+    """
 
     lossy: ClassVar[str] = ""
     numbers_rounds: ClassVar[bool] = True

@@ -360,7 +360,10 @@ def _not_an_object() -> ApiError:
 
 
 def _is_json(content_type: str) -> bool:
-    """Returns True for types of JSON, which a browser needs leave to send elsewhere (CORS)."""
+    """Returns True for types of JSON.
+
+    Browsers send these types to another origin only if the server allows it (CORS).
+    """
     kind = content_type.partition(";")[0].strip().lower()
     return kind == "application/json" or (
         kind.startswith("application/") and kind.endswith("+json")

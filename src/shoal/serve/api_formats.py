@@ -280,7 +280,7 @@ def _named(reasoning: str) -> Json:
 
 
 def _call(call: Call) -> Json:
-    """Returns the JSON of a tool call, its id of nine characters as Mistral's templates want."""
+    """Returns the JSON of a tool call with a fresh id, of nine characters as Mistral wants it."""
     return {
         "id": secrets.token_hex(5)[:9],
         "type": "function",

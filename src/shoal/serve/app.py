@@ -321,7 +321,10 @@ async def _answer(handler: ApiHandler, request: Request, path: str) -> Response:
 
 
 async def _unless_gone(request: Request, wanted_soon: Awaitable[T]) -> T | None:
-    """Awaits an answer, or an event; cancels it and returns None if the client disconnects."""
+    """Awaits an answer, or the first event of one.
+
+    Returns None if the client disconnects before; the work for it is then cancelled.
+    """
     wanted = asyncio.ensure_future(wanted_soon)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

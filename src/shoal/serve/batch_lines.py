@@ -64,7 +64,11 @@ class BatchLine:
         return digest(self.text.strip())
 
     def request(self) -> tuple[str, Json]:
-        """Returns the API's path and the request's fields; raises ApiError for other errors."""
+        """Returns the API's path, and the fields of the request.
+
+        Raises:
+            ApiError: for any error outside of the fields.
+        """
         try:
             fields = read_json(self.text)
         except (ValueError, RecursionError) as error:
@@ -93,7 +97,10 @@ class BatchLine:
         return self._wrapped(api_error.status_code, api_error.body())
 
     def _wrapped(self, status: int | None, body: Json) -> Json:
-        """Returns a result of OpenAI's batch API; without a status, a faulty line's."""
+        """Returns a result of OpenAI's batch API.
+
+        Without a status, `body` is the error of a line that was no request.
+        """
         key = secrets.token_hex(12)
         response = (
             None
@@ -210,7 +217,7 @@ def usage_of_choices(entry: Mapping[str, Any]) -> list[Json]:
 
 
 def lossy_of(entry: Mapping[str, Any]) -> str:
-    """Returns an output line's sentence on a lossy rule, "" for an exact one and an error."""
+    """Returns an output line's sentence about a lossy rule, "" for an exact rule or an error."""
     return str(_usage(entry).get("lossy") or "")
 
 
@@ -231,7 +238,11 @@ reasons."""
 
 @dataclass(frozen=True)
 class LineBlock:
-    """The lines that one worker answers, all or none; `deaths` counts those of a single line."""
+    """The lines that one worker answers, all or none.
+
+    Attributes:
+        deaths: the number of workers that died with this block, if it has one line.
+    """
 
     lines: tuple[BatchLine, ...]
     deaths: int = 0

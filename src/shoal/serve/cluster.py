@@ -144,7 +144,10 @@ class Replicas:
 
     @property
     def autoscaling(self) -> dict[str, Any]:
-        """The autoscaling_config of Ray Serve, its demand averaged over the shorter delay."""
+        """The autoscaling_config of Ray Serve.
+
+        Demand is averaged over the shorter delay, half a minute at most as by default.
+        """
         period = min(30.0, max(1.0, min(self.up_after, self.down_after)))
         return {
             "min_replicas": self.least,

@@ -54,7 +54,11 @@ def main() -> None:
 
 
 class ProbedAlphabet:
-    """The vocabulary of a described `Alphabet` (`shoal.constraints`), without a tokenizer."""
+    """The vocabulary of `shoal.constraints.compiler.Alphabet`, without its tokenizer.
+
+    Args:
+        setup: the description of that alphabet.
+    """
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.tokens = [text.encode("latin-1") for text in setup["tokens"]]

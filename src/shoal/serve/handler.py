@@ -159,7 +159,7 @@ class ApiHandler:
         return request, parsed_infill(self._builder, request)
 
     def require_model(self, name: str | None) -> None:
-        """Raises ApiError for a name that is not the served model's, which None stands for."""
+        """Raises ApiError for a name that is not the served model's; None is the model itself."""
         if name is not None and name not in self.settings.names:
             raise no_model(name, self.settings)
 

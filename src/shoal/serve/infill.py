@@ -27,7 +27,10 @@ PARSES = ("complete", "cut")
 
 
 class IndentLimit:
-    """A filter that ends a text before a line, the cursor's aside, indented less than `least`."""
+    """A filter that ends a text before the first line with less than `least` blanks of indent.
+
+    It does not look at the line of the cursor.
+    """
 
     def __init__(self, least: int) -> None:
         self._least, self._held, self._blanks = least, "", -1

@@ -316,7 +316,7 @@ class ResponsesRequest(SampledRequest):
         return [*self.ignored_fields(), *inner, *vain, *sorted(sent)[:MOST_NAMED]]
 
     def messages(self) -> list[Message]:
-        """Returns the conversation, calls in the assistant's message before them."""
+        """Returns the conversation; calls belong to the assistant's message before them, if any."""
         said = [Message(role="system", content=self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             return [*said, Message(role="user", content=self.input)]
@@ -340,7 +340,11 @@ class ResponsesRequest(SampledRequest):
         return said
 
     def chat(self) -> ChatRequest:
-        """Returns the chat of the same meaning; ApiError: log-probabilities beside calls."""
+        """Returns the request of /v1/chat/completions with the same meaning.
+
+        Raises:
+            ApiError: it asks for log-probabilities beside calls.
+        """
         logprobs = LOGPROBS in (self.include or ())
         if logprobs and self.functions and self.tool_choice != "none":
             raise ApiError(

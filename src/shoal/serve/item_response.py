@@ -68,7 +68,11 @@ def _renamed(text: str) -> str:
 
 @dataclass
 class ItemResponse(ApiResponse):
-    """The answer to one request, as it was sent, computed by `whole` or `events`."""
+    """The answer to one request, computed by `whole` or `events`.
+
+    Attributes:
+        request: the request as it was sent.
+    """
 
     request: ResponsesRequest = field(kw_only=True)
 

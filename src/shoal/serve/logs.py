@@ -53,7 +53,7 @@ class Exchange:
 
     @property
     def route(self) -> str:
-        """The template of its path, "other" if no route fits: paths could be any number."""
+        """The template of its path; "other" if no route fits, as clients could send any path."""
         return getattr(self.scope.get("route"), "path", "other")
 
     @property

@@ -323,7 +323,11 @@ class InfillRequest(CheckedFields):
         return [name for name in (*unknown, *samplers) if PLAIN_NAME.fullmatch(name)][:MAX_IGNORED]
 
     def completion(self) -> dict[str, Any]:
-        """Returns the completion's fields of the same meaning; ApiError: it asks for a grammar."""
+        """Returns the fields of /v1/completions with the same meaning, without the prompt.
+
+        Raises:
+            ApiError: the request asks for a grammar.
+        """
         for name in ("grammar", "json_schema"):
             if (self.model_extra or {}).get(name):
                 raise ApiError(

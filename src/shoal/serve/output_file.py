@@ -75,7 +75,7 @@ class OutputFile:
             raise
 
     def _keep(self, number: int, text: bytes) -> None:
-        """Registers an answer of an earlier run; RequestError: it is not of such a run."""
+        """Registers an earlier run's answer; raises RequestError if this run would not write it."""
         where = f"{self._path}:{number}"
         try:
             entry = json.loads(text)

@@ -38,7 +38,7 @@ class Answerer:
         return self._config.offline()
 
     def load(self) -> bytes:
-        """Loads the pair, which may take minutes; a death meanwhile counts against no line."""
+        """Loads the pair, which may take minutes; a death while loading counts against no line."""
         return self._results(lambda got: self._pair)
 
     def answer(self, lines: bytes) -> bytes:

@@ -78,14 +78,18 @@ class PromptEncoder:
         return tuple(encoded_plain(partial(self._tokenizer.encode, add_special_tokens=False), text))
 
     def decode(self, ids: Sequence[int], field: str) -> str:
-        """Returns the text of a field's ids, with special tokens; ApiError: an unknown id."""
+        """Returns a field's ids as text, with special tokens; raises ApiError for an unknown id."""
         if ids and max(ids) >= self._vocab_size:
             message = f"{field} must be in 0..{self._vocab_size - 1}, got {max(ids)}"
             raise ApiError(400, message, param=field, code="invalid_value")
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def shown_tokens(self, request: BaseRequest) -> frozenset[int]:
-        """Returns the special tokens that the request's texts show, or raises ApiError."""
+        """Returns the special tokens that the request's texts show.
+
+        Raises:
+            ApiError: the tokenizer cannot write them as the request wants.
+        """
         if request.skip_special_tokens is not False:
             return frozenset()
         special = special_tokens(self._tokenizer)

@@ -164,7 +164,7 @@ class ReasoningReader:
         self.characters = 0
 
     def feed(self, text: str, ended: bool) -> tuple[str, str]:
-        """Returns the reasoning and other text that a piece adds; `ended` with the last one."""
+        """Returns the reasoning and the other text that a piece adds; `ended`: the last piece."""
         self._waiting += text
         self._read += len(text)
         if not self._inside and not self._over:

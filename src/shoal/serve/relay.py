@@ -32,7 +32,10 @@ LAST_SECONDS = 10.0
 
 
 class Relay:
-    """The actor: replicas put lines and metrics for one process, and get all metrics."""
+    """The actor: replicas put lines, and one process takes them.
+
+    Replicas report metrics, and get the metrics of all replicas.
+    """
 
     def __init__(self) -> None:
         self._reports: dict[str, tuple[float, bytes]] = {}

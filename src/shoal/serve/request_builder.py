@@ -235,7 +235,10 @@ class RequestBuilder:
         return most, {"x-shoal-clamped": f"max_tokens={most}"}
 
     def require_context(self, param: str, prompts: Sequence[tuple[int, ...]], new: int) -> None:
-        """Raises ApiError, in OpenAI's words, for prompts and new tokens beyond the context."""
+        """Raises ApiError: prompts and their new tokens do not fit the model's context.
+
+        The message is OpenAI's, which clients search for.
+        """
         longest = max(map(len, prompts))
         if longest + new > self.context:
             message = (

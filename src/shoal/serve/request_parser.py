@@ -152,7 +152,7 @@ class RequestParser:
         rules: CallRules | None,
         reasoning: ReasoningRules | None,
     ) -> ParsedRequest:
-        """Returns the request with its calls' grammar and their marks (`grammar_with_calls`)."""
+        """Returns the request with the grammar and marks of its calls (`grammar_with_calls`)."""
         special = self._encoder.special if rules else {}
         grammar = (
             grammar_with_calls(request, rules, self._settings.max_grammar, special)

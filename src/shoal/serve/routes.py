@@ -357,7 +357,7 @@ def described(
 
 
 def install(app: FastAPI, requests: Sequence[type[BaseModel]]) -> None:
-    """Adds the models of requests and errors, and puts 400 for FastAPI's status 422."""
+    """Adds the models of requests and errors, and replaces FastAPI's status 422 by 400."""
     generated = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -180,7 +180,11 @@ size."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket for `run`, port 0 any free one; RequestError: the address is not ours."""
+    """Returns a socket for `run`; port 0 = any free one.
+
+    Raises:
+        RequestError: the address is in use, or not one of this machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -276,7 +280,10 @@ class _Server(uvicorn.Server):
         timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles SIGTERM after `NOTICE_SECONDS`, Ctrl-C at once; a second cuts open samples."""
+        """Handles a signal: the first SIGTERM takes effect after `NOTICE_SECONDS`, Ctrl-C at once.
+
+        A second signal cuts open samples.
+        """
         self._state.draining = True
         if self._exit_signal is None:
             self._exit_signal = (
@@ -315,7 +322,7 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextmanager
 def answered(listening: socket.socket, tls: Tls | None = None) -> Iterator[None]:
-    """Answers on the socket on a thread for the block, and leaves it open for the server."""
+    """Answers on the socket on a thread within the block, and leaves it open for the server."""
     options: dict[str, Any] = tls.uvicorn_options() if tls else {}
     config = uvicorn.Config(
         answer,

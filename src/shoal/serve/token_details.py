@@ -55,7 +55,7 @@ def name_and_bytes(tokenizer: Any, token: int, by_id: bool = False) -> tuple[str
 
 
 def _decoded(tokenizer: Any, token: int) -> str:
-    """Returns the text of a token after another: tokenizers may strip a beginning space."""
+    """Returns the text of a token after another: some tokenizers remove a text's first space."""
     once, twice = (
         str(tokenizer.decode([token] * times, clean_up_tokenization_spaces=False))
         for times in (1, 2)

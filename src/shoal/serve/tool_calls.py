@@ -183,7 +183,10 @@ class CallRules:
 
     @property
     def begins(self) -> str:
-        """The text, a special token aside, that a sample writes itself before a forced call."""
+        """The text that a sample writes itself before a forced call.
+
+        A special token is left out: the call is recognised without it.
+        """
         return self.format.begun if self.forced and self.reasons and not self.format.bare else ""
 
 

@@ -160,7 +160,11 @@ class Submission:
         )
 
     async def updates(self, silence: float = math.inf) -> AsyncIterator[RowUpdate | None]:
-        """Yields all updates, None after `silence` seconds; raises an error that ended all rows."""
+        """Yields all updates, and None after each `silence` seconds without an update.
+
+        Raises:
+            Exception: the error that ended all rows.
+        """
         while self.open:
             updates: list[RowUpdate] | Exception | None = None
             with anyio.move_on_after(silence):
@@ -318,7 +322,10 @@ class Worker:
                 self.thread.post(lambda: self._cancel(submission))
 
     def _admit(self, submission: Submission) -> None:
-        """Raises ApiError (429, retry by the pace) if the submission's rows exceed the capacity."""
+        """Raises ApiError (429) if the submission's rows exceed the capacity.
+
+        Retry-After follows the pace so far.
+        """
         excess = self.rows + submission.rows - self.capacity
         if excess > 0:
             stats = self.thread.stats

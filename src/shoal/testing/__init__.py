@@ -152,7 +152,10 @@ TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 def tagged_tokenizer() -> Any:
-    """Makes a byte-level BPE with `TAGS` and a run of spaces added, not special, as in Qwen3."""
+    """Makes a tokenizer of byte-level BPE with added tokens that are not special.
+
+    They are `TAGS` and a run of spaces, as in Qwen3.
+    """
     made = byte_level(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False)

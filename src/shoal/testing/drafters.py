@@ -1,4 +1,7 @@
-"""The drafters for tests, the rules that each must keep, and the engines of two runners."""
+"""The drafters for tests: random trees, and the rules that every drafter must keep.
+
+The engines of two runners are made here too.
+"""
 
 from __future__ import annotations
 

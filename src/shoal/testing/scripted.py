@@ -260,7 +260,10 @@ def one_hot(token: int, vocab_size: int) -> Tensor:
 
 
 def says(sequences: Iterable[Sequence[int]], vocab_size: int, otherwise: int = 0) -> History:
-    """Makes a script that continues (prompt and continuation) anywhere, else says `otherwise`."""
+    """Makes a script that continues each sequence (prompt and continuation) wherever it is in one.
+
+    Elsewhere it says `otherwise`.
+    """
     following = {tuple(s[:i]): s[i] for s in sequences for i in range(1, len(s))}
     return lambda ids: one_hot(following.get(ids, otherwise), vocab_size)
 
@@ -323,7 +326,10 @@ def adversary(target: History, vocab_size: int) -> History:
 def runner(
     model: Any, context: int = 4096, name: str = "scripted", attention: str = "auto"
 ) -> Runner:
-    """Makes a padded runner of any model, unchecked, whose unused columns show NaN."""
+    """Makes a runner around a scripted (or any other) model, without checks.
+
+    It is padded, so that unused columns are seen to be NaN.
+    """
     made = Runner(model, name, "interface", context, attention)
     made.packs = False
     return made
@@ -336,7 +342,10 @@ def scripted(
     dtype: torch.dtype = torch.float32,
     features: History | None = None,
 ) -> Runner:
-    """Makes a `ScriptedModel`'s runner, which shares prompts with or without a compiler."""
+    """Makes the runner of a `ScriptedModel`.
+
+    It shares prompts alike with a compiler and without one: kernels for attention have no part.
+    """
     return runner(ScriptedModel(script, vocab_size, dtype, features), context, attention="pad")
 
 

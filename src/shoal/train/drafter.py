@@ -206,7 +206,7 @@ class DrafterTrainer(StagedTrainer):
         ]
 
     def _at_exits(self, loss: Loss) -> Loss:
-        """Makes the mean of a loss over all exits and the model (S2D, arXiv 2407.01955)."""
+        """Makes the mean of a loss over all exits and the whole model (S2D, arXiv 2407.01955)."""
         exits = self.training.exits
         if not exits:
             return loss

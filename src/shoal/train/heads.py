@@ -174,7 +174,10 @@ class PpdTrainer(HeadsTrainer):
         return nn.Embedding.from_pretrained(first.clone(), freeze=False)
 
     def compared(self, prompts: nn.Module, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Returns the logits at all places, and the target's, (batch, places, vocab) each."""
+        """Returns each prompt token's logits at all places, and the target's at the same positions.
+
+        Both are (batch, places, vocab).
+        """
         count, (batch, length) = self.training.heads, tokens.shape
         stride = max(1, -(-(length - count) // PLACES))
         places = torch.arange(

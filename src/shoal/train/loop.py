@@ -95,7 +95,7 @@ LOG_EVERY = 10  # steps
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of warm-up, plateau and linear decay to zero, in shares of the peak."""
+    """A schedule of warm-up, plateau and linear decay to 0, in shares of the peak learning rate."""
 
     steps: int
     warmup: int = 40

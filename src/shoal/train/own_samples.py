@@ -219,7 +219,7 @@ def stored_prompts(count: int) -> list[str]:
 
 
 def _fitting(prompts: Sequence[str], pair: Shoal) -> list[str]:
-    """Returns the prompts with room for half as many new tokens; RequestError: there are none."""
+    """Returns the prompts with room for half as many new tokens, or raises RequestError."""
     fitting_texts = [
         text for text in prompts if 0 < 1.5 * len(pair.tokenizer.encode(text)) < pair.target.context
     ]

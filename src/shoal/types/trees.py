@@ -235,7 +235,7 @@ class Positions:
         )
 
     def path(self, row: int, column: int) -> list[int]:
-        """Returns the drafted tokens from the last committed one to a column, its own included."""
+        """Returns the drafted tokens after the last committed one to a column, its own included."""
         draft = self.drafts[row]
         if self.parents is None:
             return list(draft[:column])

@@ -240,7 +240,10 @@ class Load:
 
     @staticmethod
     def of(runner: Runner) -> Load | None:
-        """Computes the load of a model; None for mixtures of experts, which are used in part."""
+        """Computes the load of a model; it is None for mixtures of experts.
+
+        Positions of such models do not use all parameters.
+        """
         config = runner.hf.config.get_text_config()
         if getattr(config, "num_experts_per_tok", None):
             return None

@@ -151,7 +151,7 @@ def complete(
 
 
 def _read_syntax(sampling: SuggestionOptions, file: Path) -> Syntax | None:
-    """Returns the syntax that suggestions must fit, without the file's texts (`read_syntax`)."""
+    """Returns the syntax that suggestions must fit, without the file's texts; see `read_syntax`."""
     from shoal.constraints.syntax import Syntax, read_syntax, syntax_by_name
 
     if sampling.syntax not in (None, NO_SYNTAX):

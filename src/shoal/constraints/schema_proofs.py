@@ -316,7 +316,7 @@ def _types(parts: Sequence[Part]) -> set[str]:
 
 
 def comparable(value: Any) -> tuple[str, Any]:
-    """Returns a type and a key, equal for equal JSON values (1 and 1.0, but not 1 and true)."""
+    """Returns a value's type and a key, equal for equal JSON values (1 and 1.0, not 1 and true)."""
     if value is None or isinstance(value, bool | str):
         return {type(None): "null", bool: "boolean", str: "string"}[type(value)], value
     if isinstance(value, int | float):

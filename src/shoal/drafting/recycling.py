@@ -99,7 +99,7 @@ class Table(Protocol):
         ...
 
     def bytes(self, texts: Iterable[Sequence[int]]) -> int:
-        """Returns the bytes of the table; `texts` that are kept elsewhere do not count."""
+        """Returns the size of the table in bytes; `texts` that are kept elsewhere do not count."""
         ...
 
 

@@ -246,7 +246,7 @@ class BatchSizes:
 
 
 def batch_size_of(max_batch: int | BatchSize) -> BatchSize:
-    """Returns the batch size, a number as a `FixedBatchSize`, or raises RequestError below 1."""
+    """Returns the batch size, a number as a `FixedBatchSize`; raises RequestError below 1."""
     return FixedBatchSize(max_batch) if isinstance(max_batch, int) else max_batch
 
 

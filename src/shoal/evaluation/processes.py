@@ -40,7 +40,7 @@ def descendants() -> list[int]:
 
 
 def may_inspect_all() -> bool:
-    """Tells whether this process may read the /proc entries of others; root sometimes may not."""
+    """Tells whether this process may read other users' /proc entries; root sometimes may not."""
     capabilities = next(
         line for line in _read("/proc/self/status").splitlines() if line.startswith("CapEff:")
     )

@@ -362,7 +362,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 @cache
 def _multiplies(device: torch.device) -> bool:
-    """Returns True if a GPU has the tensor cores of the kernels, which crawl on older ones."""
+    """Returns True if a GPU has the tensor cores of the kernels; they crawl on older GPUs."""
     return torch.cuda.get_device_capability(device) >= CAPABILITY
 
 

@@ -219,7 +219,7 @@ def _explicit(
 
 
 def split(inputs: AttentionInputs) -> Tensor:
-    """Attends row by row at exact lengths; [rows, q, heads, value dim], unused columns zero."""
+    """Attends row by row at exact lengths: [rows, q, heads, value dim], unused columns zero."""
     if inputs.shared_key is not None:
         return bifurcated(inputs)
     plan = inputs.plan

@@ -260,7 +260,7 @@ class KeptPrefixes:
 
     @torch.inference_mode()
     def keep(self, cache: SlotCache, owner: str, tokens: Sequence[int], slot: int) -> None:
-        """Keeps the tokens that the row in a slot begins with; copies those that are not kept."""
+        """Keeps the tokens that the row in a slot begins with; copies those that are new."""
         start, cells = self._tree.add(owner, tokens)
         if not cells:
             return

@@ -353,7 +353,7 @@ class Plan(PassRows):
 
     @cached_property
     def words(self) -> Tensor | None:
-        """The columns of its block that each column sees, [rows, q] int64; None = no branches."""
+        """The columns of its block that a column sees, [rows, q] int64; None = no tree branches."""
         return (
             None if self.tree_words is None else torch.from_numpy(self.tree_words).to(self.device)
         )

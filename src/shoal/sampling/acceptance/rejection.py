@@ -151,7 +151,7 @@ def reject_and_replace(
 
 
 def by_rejection(tree: DraftTree, scores: Scores, uniforms: Tensor) -> Verdict:
-    """Decides by `reject_and_replace` on chains with q; uniforms [rows, m + 1, 3]."""
+    """Decides by `reject_and_replace` on chains with q; `uniforms` are [rows, m + 1, 3]."""
     verdict = by_kernel(tree, scores, inverse_transform, uniforms, rejection=True)
     return rejection_by_tensors(tree, scores, uniforms) if verdict is None else verdict
 

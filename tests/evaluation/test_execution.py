@@ -334,6 +334,7 @@ std::process::exit(0)"""),
 """Languages, and wrong completions that decide by themselves whether they pass."""
 
 
+@pytest.mark.slow(but=["javascript", "perl", "php", "ruby", "python", "lua"])
 @pytest.mark.parametrize(("language", "cheat"), DECIDING)
 def test_a_completion_that_passes_false_tests_has_not_passed(box: Sandbox, language: str, cheat: str) -> None:
     prompt, right, _ = ADD[language]

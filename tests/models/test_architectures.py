@@ -154,6 +154,7 @@ def test_self_check_passes(architecture: str) -> None:
     assert runner.takes_trees is (architecture in ARCHITECTURES.keys() - {"mpt"})
 
 
+@pytest.mark.slow(but=["bamba"])
 def test_greedy_ids_are_those_of_generate(architecture: str, rounds: list[ScheduledRound]) -> None:
     hf, expected = tiny_model(architecture), expected_ids(architecture)
     assert len(set(expected[1])) > 4  # it wanders: equality says something

@@ -158,9 +158,9 @@ def with_a_false_test(problem: Problem) -> str:
 
     It stands behind the others if a passing program is sure to reach their end, else before them.
     """
-    language, tests, false = problem.language, problem.tests, FALSE_TESTS[problem.language]
+    language, tests, false = problem.language, problem.tests, FALSE_TESTS.get(problem.language, "")
     if language not in _BLOCKS:
-        return f"{tests}\n{false}\n"
+        return f"{tests}\n{false}\n" if false else tests
     *_, begin = [-1, *(match.end() for match in re.finditer(_BLOCKS[language], tests))]
     end = block_end(language, tests, begin)
     if begin < 0 or end < 0:

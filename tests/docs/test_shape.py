@@ -23,7 +23,7 @@ FIRST_WORDS = re.compile(r"(?:what|of|as|the same|those|that|whose|how|where|whi
 TWO_FIELDS = re.compile(r"(?:^|\. )[a-z_]+(?:, [a-z_]+)*: ")
 BOUNDS = {
     "modules": 320,
-    "lines": 89_200,
+    "lines": 88_255,
     "short modules": 2,
     "long modules": 0,
     "long functions": 0,

@@ -86,7 +86,9 @@ def test_weights_ids_and_perplexity_are_those_of_the_unpacked_model(layout: Layo
     right = logprobs[torch.arange(59), text[1:]].mean()
     with shoal.load(tmp_path, "suffix") as model:
         assert model.loaded["target"]["passes"] == "C layers"  # tests pack no floats
-        assert model.loaded["target"]["weights"].startswith("14 in groups")
+        stored = model.loaded["target"]["weights"]
+        assert stored.startswith("14 in groups")
+        assert stored.endswith(f"; quantised by {layout.method}")
         layers = {n: m for n, m in model.target.hf.named_modules() if isinstance(m, GroupLinear)}
         assert len(layers) == 14
         for name, layer in layers.items():

@@ -22,7 +22,7 @@ from shoal.models.load_checks import KeptChecks, kept_checks
 from shoal.models.load_report import StageWatch, unwatched
 from shoal.models.mixers import use_mixers
 from shoal.models.passes import make_strict
-from shoal.models.pretrained import causal_config, load_weights, no_groups
+from shoal.models.pretrained import causal_config, load_weights, method_of, no_groups
 from shoal.models.quantize import Int8Linear, cannot_save, quantized, set_apart
 from shoal.models.runner import Runner
 from shoal.models.selfcheck import self_check
@@ -214,6 +214,8 @@ def load_runner(
         results = kept_checks(source, **checks, **settings) if whole else None
         runner = wrap(hf, str(source), options.attention, results=results, **settings)
     runner.known_ids = ids
+    if (method := method_of(config)) is not None:
+        notes["weights"] += f"; quantised by {method}"
     runner.notes |= {"dtype": why, **notes}
     return lead(runner) if sharding else runner
 

@@ -255,7 +255,7 @@ def test_inputs_are_those_that_the_host_would_fill_in(device: Pretend, monkeypat
         for_host.append(round_.functions.inputs._host.numpy().copy())
         return begun(self, work, uniforms)
 
-    def tokens() -> list[tuple[int, ...]]:
+    def tokens_of_a_run() -> list[tuple[int, ...]]:
         return tokens(engine(K, "rejection", device, SAMPLED, new=NEW))
 
     with device:
@@ -275,10 +275,10 @@ def test_inputs_are_those_that_the_host_would_fill_in(device: Pretend, monkeypat
             return found
 
         monkeypatch.setattr(CapturedRound, "follow", followed)
-        expected = tokens()
+        expected = tokens_of_a_run()
         without(monkeypatch)
         monkeypatch.setattr(CapturedRounds, "_launch", filled)
-        assert tokens() == expected
+        assert tokens_of_a_run() == expected
     assert len(launched) > 4
     starts = {own.tobytes() for own in for_host}
     assert all(own.tobytes() in starts for own in launched)
